@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from models import Arrays, build, normal
+from models import Arrays, build, normal, run
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph import rewrites
 from qdqtune.graph.model import Model
@@ -113,7 +113,7 @@ def test_rewrites_have_names_an_order_and_are_recognized() -> None:
     assert [n.op for n in rewritten.nodes] == ["HardSwish", "Gelu", "Relu"]
     same(model, rewritten)
     assert between({n.op for n in model.nodes}, {n.op for n in rewritten.nodes}) == asked.names
-    with pytest.raises(BadOption, match="there is no rewrite best; there are fold, hardswish"):
+    with pytest.raises(BadOption, match="there is no rewrite best; there are fold, sizes, hardswish"):
         allowed("gelu,best")
 
 
@@ -132,6 +132,45 @@ def test_what_the_engine_merges_by_itself_comes_first_and_may_fail(monkeypatch: 
 
     monkeypatch.setattr(rewrites, "REWRITES", {**REWRITES, "gelu": Rewrite(refuse)})
     assert allowed("auto", ("gelu",)).of(model) is model
+
+
+RESIZED = 'r = Resize <mode="cubic"> (table, , , c) n = Add(x, r)'
+SIZES = {
+    "table": normal(3, 4), "k1": np.array(1), "k2": np.array(2),
+    **{f"i{i}": np.array([i]) for i in range(4)}, "i12": np.array([1, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "is_known"),
+    [
+        ("s = Shape(x) c = Slice(s, i1, i3)", True),
+        ("s = Shape(x) h = Gather(s, k1) b = Gather(s, k2) d = Unsqueeze(h, i0) e = Unsqueeze(b, i0) "
+         "c = Concat <axis=0> (d, e)", True),
+        ("s = Shape <start=1> (x) d = Concat <axis=0> (s, i3) e = Div(d, i1) f = Slice(e, i0, i2) c = Max(f, i1)",
+         True),
+        ("s = Shape(x) f = Cast <to=1> (s) g = Mul(f, half) d = Add(g, g) e = Cast <to=7> (d) c = Gather(e, i12)",
+         True),
+        ("a = Relu(x) s = Shape(a) c = Gather(s, i12)", True),
+        ("s = Shape(x) d = Gather(s, i12) e = Gather(s, i0) f = Sub(e, e) c = Add(d, f)", False),
+        ("a = Relu(x) s = Shape(a) d = Slice(s, i0, i1) e = Mul(d, i0) f = Gather(s, i12) c = Add(e, f)", False),
+    ],
+)  # fmt: skip
+def test_values_that_follow_from_known_sizes_are_constants(body: str, is_known: bool) -> None:
+    model = named(body + RESIZED, SIZES, "float[N,20,16]")
+    for value in model.proto.graph.value_info:
+        if value.name == "a":  # as exporters write that trace one run
+            value.type.tensor_type.shape.dim[0].dim_value = 1
+    rewritten = REWRITES["sizes"].apply(model)
+    if not is_known:
+        assert rewritten is model
+        return
+    assert {n.op for n in rewritten.nodes} <= {"Relu", "Resize", "Add"}
+    assert rewritten.tensors["r"].sizes == (20, 16)
+    for batch in (1, 3):
+        inputs = {"x": normal(batch, 20, 16)}
+        np.testing.assert_array_equal(run(rewritten, [inputs])[0]["y"], run(model, [inputs])[0]["y"])
+    assert REWRITES["sizes"].apply(rewritten) is rewritten
 
 
 VECTORS = {"gamma": normal(8, seed=1), "beta": normal(8, seed=2), "axes": np.array([-1])}

@@ -399,7 +399,8 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
     if options.portable:
         numbers = portable(options.engine, numbers)
     # A cache names tensors that rewrites of the engine's own kind would take away.
-    rewrites = allowed(options.rewrites, () if options.calibration_cache else facts_of(options.engine).merges)
+    merged = () if options.calibration_cache else facts_of(options.engine).merges
+    rewrites = allowed(options.rewrites, ("sizes", *merged))
     fixed, is_run = options.fix_inputs, options.is_run
     ready = options.prepared(options.engine, fixed, numbers.opset, rewrites, execution, observer, is_run=is_run)
     shaped, prepared = ready.shaped, ready.prepared

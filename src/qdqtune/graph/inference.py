@@ -7,8 +7,10 @@ onnx infers whole graphs. It stops where a node would have to be computed (the p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -17,7 +19,7 @@ from onnx import ModelProto, numpy_helper
 from qdqtune.errors import BadModel, BadOption, one_line
 from qdqtune.graph.constants import SIZED, replace
 from qdqtune.graph.model import LARGE_BYTES, Constant, Model, Node, TensorInfo, rebuild
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES, RANDOM
 from qdqtune.graph.simplifying import FAILURES, alone, computed, drop_unused, evaluated
 from qdqtune.types import Array
 
@@ -53,48 +55,141 @@ def weights_computed(model: Model) -> Model:
             kept.append(proto)
         else:
             added[name] = result
-    if not added:
-        return model
-    rebuilt = rebuild(model, kept, added)
+    return _with_constants(model, kept, added) if added else model
+
+
+def _with_constants(model: Model, nodes: list[onnx.NodeProto], added: Mapping[str, Constant]) -> Model:
+    rebuilt = rebuild(model, nodes, added)
     large = dict(rebuilt.large)
     drop_unused(rebuilt.proto.graph, large)
     return Model(infer(rebuilt.proto, large), large)
 
 
-def decided(model: Model) -> dict[str, TensorInfo]:
-    """The type and shape of every tensor. Nodes are computed where constants and known shapes determine the result, so
-    that shapes behind them become known, too."""
-    known, infos = dict(model.constants), dict(model.tensors)
+def known_sizes_computed(model: Model) -> Model:
+    """`model` with constants in place of small values that follow from the known sizes of inputs with open ones, as the
+    height of pictures where the batch is open: engines compute what a Shape leads to in advance only if all sizes are
+    known. The same object unless engines compute more nodes in advance then."""
+    if all(is_sized(model.tensors.get(t)) for t in model.inputs):
+        return model
+    bare = deepcopy(model.proto)
+    del bare.graph.value_info[:]  # exporters list sizes of the run that they traced
+    for value in bare.graph.output:
+        value.ClearField("type")
+    _, constants = decided(Model(infer(bare, model.large), model.large), LARGE_BYTES)
+    kept, added = [], dict[str, Constant]()
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        if constants.keys() >= set(node.outputs) and not set(node.outputs) & set(model.outputs):
+            added |= {t: constants[t] for t in node.outputs}
+        else:
+            kept.append(proto)
+    result = _with_constants(model, kept, added)
+    return model if made_of_constants(result) <= made_of_constants(model) else result
+
+
+def made_of_constants(model: Model, free: Collection[str] = ()) -> set[str]:
+    """The results of nodes that read constants alone, and results of such nodes, or what operators `free` make:
+    engines compute these in advance."""
+    constants, results = {"", *model.constants}, set[str]()
+    for node in model.nodes:
+        is_fixed = constants.issuperset(node.inputs) and constants.issuperset(node.captures) and node.op not in RANDOM
+        if node.op in free or (is_fixed and not node.domain):
+            constants.update(node.outputs)
+            results.update(node.outputs)
+    return results
+
+
+def decided(model: Model, most: int = MOST_COMPUTED_BYTES) -> tuple[dict[str, TensorInfo], dict[str, Constant]]:
+    """The type and shape of every tensor, and all that is constant. Nodes are computed where constants and known sizes
+    determine a result of up to `most` bytes, so that shapes behind them become known, too."""
+    known, infos, parts = dict(model.constants), dict(model.tensors), dict[str, _Part]()
+    news = set[str]()  # tensors of which more is known than before
     for node in model.nodes:
         if node.domain or node.captures:
             continue
-        if (results := _results(model, node, known, infos)) is not None:
+        try:
+            part = _part(node, known, parts, infos)
+        except FAILURES:
+            part = None
+        results = _results(model, node, known, most) if part is None else None
+        if part is not None and part.is_known.all() and part.values.nbytes <= most:
+            results = {node.outputs[0]: Constant.of(part.values)}
+        elif part is not None:
+            parts[node.outputs[0]] = part
+        if results is not None:
             known |= results
+            news.update(results)
             infos |= {t: TensorInfo(c.dtype, c.shape) for t, c in results.items()}
-        elif not all(is_sized(infos.get(t)) for t in node.outputs if t):
-            infos |= _inferred(model, node, known, infos)
-    return infos
+        elif not news.isdisjoint(node.inputs) and not all(is_sized(infos.get(t)) for t in node.outputs if t):
+            inferred = _inferred(model, node, known, infos)
+            infos |= inferred
+            news.update(inferred)
+    return infos, known
+
+
+def _open_sizes(info: TensorInfo | None) -> float:
+    return inf if info is None or info.shape is None else info.shape.count(None)
 
 
 def is_sized(info: TensorInfo | None) -> bool:
     return info is not None and info.sizes is not None
 
 
-def _results(
-    model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
-) -> dict[str, Constant] | None:
+class _Part(NamedTuple):
+    """The values of a tensor of sizes, and which of them are known."""
+
+    values: Array
+    is_known: Array
+
+
+def _part(
+    node: Node, known: Mapping[str, Constant], parts: Mapping[str, _Part], infos: Mapping[str, TensorInfo]
+) -> _Part | None:
+    """What is known of the result of a node that reads a shape, or moves or combines values of which a part is known;
+    None for other nodes."""
     if node.op == "Shape":
         info = infos.get(node.inputs[0])
-        if info is None or (sizes := info.sizes) is None:
+        if info is None or info.shape is None:
             return None
-        start, end = node.attributes.get("start", 0), node.attributes.get("end", len(sizes))
-        return {node.outputs[0]: Constant.of(np.array(sizes[start:end], np.int64))}
+        shape = info.shape[node.attributes.get("start", 0) : node.attributes.get("end")]
+        return _Part(np.array([size or 0 for size in shape], np.int64), np.array([s is not None for s in shape], bool))
+    if not all(t in parts or (t in known and known[t].nbytes < LARGE_BYTES) for t in node.inputs):
+        return None
+    read = [parts[t] if t in parts else _Part(known[t].array(), np.ones(known[t].shape, bool)) for t in node.inputs]
+    data, settings = read[0], [each.values for each in read[1:]]
+    match node.op:
+        case "Cast":
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(node.attributes["to"])
+            return _Part(data.values.astype(dtype), data.is_known) if dtype.kind in "iuf" else None
+        case "Add" | "Sub" | "Mul":
+            combine = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply}[node.op]
+            return _Part(combine(data.values, settings[0]), data.is_known & read[1].is_known)
+        case "Concat":
+            return _Part(*(np.concatenate(arrays, node.attributes["axis"]) for arrays in zip(*read, strict=True)))
+    if not all(each.is_known.all() for each in read[1:]):
+        return None
+    match node.op:
+        case "Div" if (settings[0] > 0).all() and (data.values >= 0).all():  # ONNX rounds towards 0
+            divide = np.floor_divide if data.values.dtype.kind in "iu" else np.divide
+            return _Part(divide(data.values, settings[0]), data.is_known & np.ones(settings[0].shape, bool))
+        case "Gather":
+            return _Part(*(np.take(array, settings[0], node.attributes.get("axis", 0)) for array in data))
+        case "Slice" if data.values.ndim == 1:
+            start, end, step = settings[0].item(), settings[1].item(), settings[3].item() if len(settings) > 3 else 1
+            return _Part(*(array[start:end:step] for array in data))
+        case "Squeeze":
+            return _Part(*(array.squeeze(tuple(settings[0]) if settings else None) for array in data))
+        case "Unsqueeze":
+            return _Part(*(np.expand_dims(array, tuple(settings[0])) for array in data))
+    return None
+
+
+def _results(model: Model, node: Node, known: Mapping[str, Constant], most: int) -> dict[str, Constant] | None:
     if not all(t in known for t in node.inputs if t):
         return None
-    if sum(known[t].nbytes for t in node.inputs if t) > MOST_COMPUTED_BYTES:
+    if sum(known[t].nbytes for t in node.inputs if t) > most:
         return None
     inputs = [known[t].to_proto(t) for t in dict.fromkeys(node.inputs) if t]
-    found = computed(model.proto, model.proto.graph.node[node.index], inputs, MOST_COMPUTED_BYTES)
+    found = computed(model.proto, model.proto.graph.node[node.index], inputs, most)
     return None if found is None else {t.name: Constant.of(numpy_helper.to_array(t)) for t in found}
 
 
@@ -118,7 +213,7 @@ def _inferred(
         if not kind.HasField("tensor_type"):
             continue
         result = TensorInfo.of(onnx.ValueInfoProto(name=tensor, type=kind))
-        if tensor not in infos or infos[tensor].shape is None or result.sizes is not None:
+        if _open_sizes(result) < _open_sizes(infos.get(tensor)):
             results[tensor] = result
     return results
 
@@ -157,7 +252,7 @@ def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]
     made = list(model.producers)
     if not all(map(is_sized, inputs)) or all(is_sized(model.tensors.get(t)) for t in made):
         return model
-    infos, proto = decided(model), deepcopy(model.proto)
+    infos, proto = decided(model)[0], deepcopy(model.proto)
     listed = {v.name: v for v in (*proto.graph.value_info, *proto.graph.output)}
     for name in made:
         if name in infos and infos[name] != model.tensors.get(name):

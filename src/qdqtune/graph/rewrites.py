@@ -1,8 +1,9 @@
 """Rewrites of a float model, by name. Each keeps every output up to rounding, and may allow an engine to fuse more.
 
 `folded` merges nodes that scale or shift channels behind a layer into the layer's weights and bias, as engines do, but
-not with weights that come out of a DequantizeLinear. The others replace the nodes that exporters write for one operator
-by that operator. Tensors between these nodes have no other reader and are no graph outputs.
+not with weights that come out of a DequantizeLinear. `sizes` makes constants of values that known sizes decide. The
+others replace the nodes that exporters write for one operator by that operator. Tensors between these nodes have no
+other reader and are no graph outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph.inference import weights_computed
+from qdqtune.graph.inference import known_sizes_computed, weights_computed
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, is_dilated, output_channels, reduced_axes
@@ -274,6 +275,7 @@ def without_needless_dilations(model: Model) -> Model:
 
 
 REWRITES: Mapping[str, Rewrite] = {
+    "sizes": Rewrite(known_sizes_computed),
     "hardswish": merging("HardSwish", partial(gated, op="HardSwish", gate=hard_swish_gate), 14),
     "gelu": merging("Gelu", partial(gated, op="Gelu", gate=gelu_gate), 20),
     "layernorm": merging("LayerNormalization", normalization, 17),
