@@ -105,7 +105,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(self: FakeModel, inputs: Tensors) -> Mapping[str, object]:
         session: Any = self._evaluator
         if session is None:
-            session = onnxruntime.InferenceSession(str(self._path), options, providers=["CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
             self._evaluator = session
         known = {given.name for given in session.get_inputs()}
         names = [output.name for output in session.get_outputs()]
