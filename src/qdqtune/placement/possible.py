@@ -68,15 +68,10 @@ def every_edge(model: Model) -> frozenset[Edge]:
     return frozenset(edges.union(*(node.into for node in model.nodes)))
 
 
-def able_edges(model: Model) -> frozenset[Edge]:
-    """Every edge that can carry a pair, whether or not its tensor has a range."""
-    places = {**model.index_of, "": GRAPH}
-    return frozenset(e for e in every_edge(model) if can_carry(model, e.tensor, places[e.node], e.index))
-
-
 def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
     """Every edge that can carry a pair and whose tensor has a range."""
-    able = able_edges(model)
+    places = {**model.index_of, "": GRAPH}
+    able = {e for e in every_edge(model) if can_carry(model, e.tensor, places[e.node], e.index)}
     constants = {e.tensor for e in able} & model.constants.keys()
     scaled = {t for t in constants if np.isfinite(model.constants[t].array()).all()}
     scaled |= ranges.activations.keys() - model.constants.keys()

@@ -234,11 +234,8 @@ class CutSearch:
         ratio = ratios_to_float(history, self.plan)[best]
         base = costs.partition.decision(best)
         close = CLOSE_SHARE * ratio * self.float_ms
-        ranked: list[tuple[float, str]] = []
-        for kind, loss in margins(costs, base).items():
-            if stuck or loss <= close:
-                ranked.append((loss, kind))
-        kinds = [kind for _, kind in sorted(ranked)]
+        losses = sorted((loss, kind) for kind, loss in margins(costs, base).items())
+        kinds = [kind for loss, kind in losses if stuck or loss <= close]
         groups = [kinds[i : i + POLISHED_KINDS] for i in range(0, len(kinds), POLISHED_KINDS)]
         for group in (*groups, *([kind] for kind in kinds)):
             other = flip(costs, base, group)
@@ -307,9 +304,9 @@ def _layers_at(shares: Sequence[float], layers: Sequence[Layer]) -> tuple[Layer,
 
 def _trial_at(shares: Sequence[float], trial: Trial) -> Trial:
     result, layers = trial.result, None if trial.layers is None else _layers_at(shares, trial.layers)
-    if not isinstance(result, Measurement) or not result.parts:
-        return replace(trial, layers=layers)
-    return replace(trial, result=result.mean(shares), layers=layers)
+    if isinstance(result, Measurement) and result.parts:
+        result = result.mean(shares)
+    return replace(trial, result=result, layers=layers)
 
 
 def _untried(proposals: Iterable[Proposal], history: Sequence[Trial]) -> tuple[Proposal, ...]:

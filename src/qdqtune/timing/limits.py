@@ -94,12 +94,8 @@ class Limits:
             return True
         if self.before is None:
             return False
-        high = self.loss_high(metric) if can_tell(self.before, self.max_drop) else None
+        high = loss_high(self.before, metric) if can_tell(self.before, self.max_drop) else None
         return (self.before.value - metric.value if high is None else high) <= self.max_drop
-
-    def loss_high(self, metric: Score) -> float | None:
-        """The upper end of the 95 % interval of the metric's loss; None without labels, or with too few samples."""
-        return None if self.before is None else loss_high(self.before, metric)
 
     def on_outputs(self, accuracy: Accuracy | None) -> bool | None:
         if not self.is_exact_enough(accuracy):
@@ -136,7 +132,7 @@ class Limits:
         over_labels: dict[str, Any] = {}
         if self.before is not None and self.before.by_sample:
             over_labels = {"metric": self.before.name, "metric_samples": len(self.before.by_sample)}
-            over_labels["metric_loss_high"] = None if after is None else self.loss_high(after)
+            over_labels["metric_loss_high"] = None if after is None else loss_high(self.before, after)
         return {
             "min_sqnr_db": self.min_sqnr,
             "min_sqnr_worst_db": self.min_sqnr_worst,

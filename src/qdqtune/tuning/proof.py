@@ -214,7 +214,8 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
             for file, failure in failed.items():
                 edges = f"a candidate of {len(placement_of[file])} edges"
                 notes.append(f"{edges} did not run as a finished file: {failure.reason}")
-            queue = queue.without([placement_of[file] for file in failed])
+            lost = [placement_of[file] for file in failed]
+            queue = replace(queue, placements=tuple(p for p in queue.placements if p not in lost))
             if failed:
                 continue
             if not is_given_lost:
@@ -407,17 +408,17 @@ def prove_front(history: Sequence[Trial], run: Run) -> tuple[Proof, list[dict[st
                 except EngineRefused as refused:
                     attempt = replace(attempt, missed=attempt.missed or str(refused))
             proven[attempt.placement] = attempt
-    tradeoffs = {p: Tradeoff(attempt.ratio.median, attempt.exactness) for p, attempt in proven.items()}
+    tradeoffs = {p: Tradeoff(a.ratio.median, a.trial.exactness) for p, a in proven.items() if a.trial is not None}
     points = [proven[placement] for placement in unbeaten(tradeoffs)]
     with writing(folder):
         folder.mkdir(exist_ok=True)
     rows, models, stems = [], dict[Placement, Path](), Counter[str]()
     for point in points:
-        stem = "exact" if point.exactness == EQUAL_DB else f"{point.exactness:.0f}db"
-        stems[stem] += 1
-        name = stem if stems[stem] == 1 else f"{stem}-{stems[stem]}"
         placement, trial, shown = point.placement, point.trial, first_faster(point.to_float)
         assert trial is not None  # a point was measured
+        stem = "exact" if trial.exactness == EQUAL_DB else f"{trial.exactness:.0f}db"
+        stems[stem] += 1
+        name = stem if stems[stem] == 1 else f"{stem}-{stems[stem]}"
         models[placement] = _named(placement, name, run)
         row = {
             "name": name,

@@ -107,12 +107,11 @@ NEAR_BEST = 1.05
 could explain the difference. Chosen, not measured."""
 
 
-# ---------------------------------------------------------------- which of several is chosen where all are as fast
+# ---------------------------------------------------------------- which candidate is the best so far, and ties
 
 
 def room_db(trial: Trial) -> float:
-    """The output SQNR in dB of all samples; or of the worst one, if that is nearer to its limit, which is `APART_DB`
-    lower."""
+    """The output SQNR in dB of all samples; that of the worst one plus `APART_DB` where this is nearer to its limit."""
     lowest = None if trial.accuracy is None else trial.accuracy.lowest_db
     return trial.exactness if lowest is None else min(trial.exactness, lowest + APART_DB)
 
@@ -135,9 +134,6 @@ def preferred(alike: Sequence[Trial], nbytes: Sequence[int] = ()) -> int:
         if is_more_accurate(trial, alike[best]) or (is_smaller and not is_more_accurate(alike[best], trial)):
             best = at
     return best
-
-
-# ---------------------------------------------------------------- which candidate of a batch is the best so far
 
 
 def accepted(
@@ -176,12 +172,7 @@ def is_proven(contexts: Sequence[Compared]) -> bool:
 
 
 AttemptVerdict = Literal[
-    "ships",
-    "pairs do not pay",
-    "slower elsewhere",
-    "not faster than given",
-    "not faster",
-    "misses the limits",
+    "ships", "pairs do not pay", "slower elsewhere", "not faster than given", "not faster", "misses the limits"
 ]
 """What became of a file that might ship; if several reasons speak against it, the first."""
 
@@ -206,10 +197,6 @@ class Attempt:
     trial: Trial | None = None
     to_rivals: Mapping[Placement, tuple[Compared, ...]] = field(default_factory=dict)
     nbytes: int = 0
-
-    @property
-    def exactness(self) -> float:
-        return 0.0 if self.trial is None else self.trial.exactness
 
     @property
     def ratio(self) -> Ratio:
@@ -252,9 +239,6 @@ class Finalists:
     first: int = 0
     are_points: bool = False
 
-    def without(self, others: Collection[Placement]) -> Finalists:
-        return replace(self, placements=tuple(p for p in self.placements if p not in others))
-
     def next(self, attempts: Sequence[Attempt]) -> tuple[Placement, ...]:
         """The placements to race next, all in one race; empty if there is none."""
         tried = [attempt for attempt in attempts if attempt.placement]
@@ -278,14 +262,13 @@ def finalists(history: Sequence[Trial], plan: Plan, slower: Collection[Placement
     accepted_last = [t.placement for t in reversed(history) if t.accepted and t.placement in able][:1]
     others = [p for p in sorted(able, key=able.__getitem__) if able[p] < CLEARLY_FASTER]
     ordered = list(dict.fromkeys([*accepted_last, *others]))
-    if not ordered:
+    near = [p for p in ordered if able[p] <= NEAR_BEST * able[ordered[0]]]
+    if not near:
         return Finalists()
-    first = ordered[0]
-    near = [p for p in ordered if able[p] <= NEAR_BEST * able[first]]
-    exact = near[preferred([trials[p] for p in near])]
-    leads = trials[exact].holds and able[exact] <= ALIKE * able[first]  # there may be time for one only
-    both = (exact, first) if leads else (first, exact)
-    return Finalists(tuple(dict.fromkeys([*both, *ordered]))[:MOST_FINALISTS], min(len(near), FINALISTS))
+    first, exact = near[0], near[preferred([trials[p] for p in near])]
+    if trials[exact].holds and able[exact] <= ALIKE * able[first]:  # there may be time for one only
+        first, exact = exact, first
+    return Finalists(tuple(dict.fromkeys([first, exact, *ordered]))[:MOST_FINALISTS], min(len(near), FINALISTS))
 
 
 def shipped(attempts: Sequence[Attempt]) -> Attempt | None:

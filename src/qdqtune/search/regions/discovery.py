@@ -449,7 +449,7 @@ class _Clusters:
         for unit in self._in_order():
             if unit in self._heavy:
                 continue
-            before = {b for b in self._before(unit) if unit_of.get(b) != unit}
+            before = {b for n in self._members[unit] for b in flow.before[n] if unit_of.get(b) != unit}
             data = before & flow.floats
             if len(data) > 1 and len(self._members[unit]) == 1 and flow.op(unit) not in ELEMENTWISE:
                 continue
@@ -483,9 +483,6 @@ class _Clusters:
 
     def _in_order(self) -> list[int]:
         return sorted(self._members, key=lambda c: self._flow.position[self._members[c][-1]])
-
-    def _before(self, cluster: int) -> set[int]:
-        return set().union(*(self._flow.before[n] for n in self._members[cluster]))
 
     def _users(self, cluster: int, nodes: Iterable[int]) -> set[int]:
         """The other clusters (GRAPH: a graph output) that use results of these nodes."""
