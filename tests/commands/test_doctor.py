@@ -28,7 +28,7 @@ from qdqtune.commands.doctor import (
     examine,
     find_gpus,
 )
-from qdqtune.commands.qualification import CONTRACT, PLAIN
+from qdqtune.commands.qualification import CHECKS, GRAPHS, PLAIN
 from qdqtune.engines import Built, EngineSpec, devices, open_engine
 from qdqtune.engines.facts import ENGINES
 from qdqtune.errors import EngineRefused, EngineUnavailable, Failure
@@ -212,14 +212,11 @@ FAKE = EngineSpec("fake")
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Leaves of the checks those that are named, of their subjects some, and makes graphs smaller."""
+    """Leaves the checks and the graphs that are named, and makes graphs smaller."""
 
-    def leave(names: str, *subjects: str) -> None:
-        chosen = [one for one in CONTRACT if one.name in names.split(", ")]
-        kept = [one._replace(subjects=tuple(s for s in one.subjects if s in subjects)) for one in chosen]
-        assert len(chosen) == len(names.split(", "))
-        assert all(one.subjects for one in kept)
-        monkeypatch.setattr(qualification, "CONTRACT", kept)
+    def leave(names: str, *graphs: str) -> None:
+        monkeypatch.setattr(qualification, "CHECKS", {name: CHECKS[name] for name in names.split(", ")})
+        monkeypatch.setattr(qualification, "GRAPHS", {graph: GRAPHS[graph] for graph in graphs})
 
     monkeypatch.setattr(qualification, "SIDE", 8)
     return leave

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from math import inf, prod
 from pathlib import Path
 from re import fullmatch
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import onnx
@@ -31,7 +31,6 @@ from qdqtune.errors import (
     BadOption,
     ConstraintUnmet,
     EngineFailure,
-    EngineRefused,
     EngineUnavailable,
     QdqtuneError,
     first_of,
@@ -49,9 +48,6 @@ from qdqtune.types import EQUAL_DB, Layer, Sample
 from qdqtune.version import __version__
 
 State = Literal["held", "not held", "not applicable"]
-
-QUICKLY: Mapping[str, Any] = {"calibration_method": "minmax", "bias_correction": False}
-"""How ranges are found: their accuracy is not what is checked."""
 
 RUNS = 5
 """Profiled inferences of a file. Chosen, not measured."""
@@ -159,7 +155,7 @@ def products(shape: Sequence[int | str] = (1, 4, 256), name: str = "x") -> onnx.
     return _model(shape, nodes, name)
 
 
-GRAPHS: Mapping[str, tuple[Callable[[], onnx.ModelProto], Mapping[str, str]]] = {
+GRAPHS: Mapping[str, tuple[Callable[[], onnx.ModelProto], Mapping[str, Any]]] = {
     PLAIN: (convolutions, {}),
     "residual": (residual, {}),
     **{f"transformer, heads of {size}": (partial(transformer, size), {}) for size in (16, 32, 64)},
@@ -185,17 +181,13 @@ class Qualification(Shown):
     checks: tuple[Seen, ...]
 
     @property
-    def holds(self) -> bool:
-        return all(seen.state != "not held" for seen in self.checks)
-
-    @property
     def exit_code(self) -> int:
-        return 0 if self.holds else ConstraintUnmet.exit_code
+        return ConstraintUnmet.exit_code if any(seen.state == "not held" for seen in self.checks) else 0
 
     def in_words(self) -> str:
         counts = Counter(seen.state for seen in self.checks)
         states = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
-        engine = f"{self.engine['engine']} {self.engine['version']} on {self.engine['device']}"
+        engine = "{engine} {version} on {device}".format_map(self.engine)
         return f"{engine}: of {len(self.checks)} checks {states}"
 
     def table(self) -> Table:
@@ -203,10 +195,10 @@ class Qualification(Shown):
         return Table(("state", "check", "of", "why"), rows)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"qdqtune": __version__, "holds": self.holds, **asdict(self)}
+        return {"qdqtune": __version__, "holds": not self.exit_code, **asdict(self)}
 
 
-class NotApplicableError(Exception): ...
+class NotApplicableError(QdqtuneError): ...
 
 
 @dataclass
@@ -228,27 +220,32 @@ class Bench:
             sample_source(samples_of(file), file.parent, EXECUTION)
         return file
 
-    def samples(self, graph: str) -> str:
-        return str(self.plain(graph).with_name("samples"))
-
     def quantized(self, graph: str) -> Path:
-        options = GRAPHS[graph][1]
-        file = self.plain(graph).with_name("quantized.onnx")
-        asked: dict[str, Any] = {"engine": self.engine, "time_limit": self.time_limit, **QUICKLY, **options}
+        plain, options = self.plain(graph), GRAPHS[graph][1]
+        file = plain.with_name("quantized.onnx")
+        is_fp8 = graph == "fp8"  # GPUs before compute capability 8.9 have none
         try:
-            if not file.exists():
-                quantize(QuantizeOptions(self.plain(graph), output=file, calibration_data=self.samples(graph), **asked))
-            if graph == "fp8":  # GPUs before compute capability 8.9 have none
-                self.runner.numeric_format("fp8")
-                self.runner.load(file)
+            with rewording("the device has no FP8", NotApplicableError) if is_fp8 else nullcontext():
+                if not file.exists():
+                    quantize(
+                        QuantizeOptions(
+                            plain,
+                            output=file,
+                            engine=self.engine,
+                            calibration_data=str(plain.with_name("samples")),
+                            calibration_method="minmax",  # accuracy of ranges is not what is checked
+                            bias_correction=False,
+                            time_limit=self.time_limit,
+                            **options,
+                        )
+                    )
+                if is_fp8:
+                    self.runner.numeric_format("fp8")
+                    self.runner.load(file)
         except BadOption as error:
             if not options:  # pairs in 8 bits are for every engine
                 raise
             raise NotApplicableError(str(error)) from error
-        except EngineRefused as refused:
-            if graph != "fp8":
-                raise
-            raise NotApplicableError(f"the device has no FP8: {refused}") from refused
         return file
 
     def loaded(self, file: Path) -> Handle:
@@ -310,44 +307,35 @@ def _keeps_8_bits(bench: Bench, graph: str) -> str:
 
 
 def _agrees_with_simulation(bench: Bench, graph: str) -> str:
+    if bench.runner.describe()["device"] == "none":
+        raise NotApplicableError("the engine only builds here: its device is not present")
     files = bench.plain(graph), bench.quantized(graph)
-    samples, levels = samples_of(files[0]), []
-    models = list(map(load, files))
+    samples, models = samples_of(files[0]), list(map(load, files))
     if bench.engine == "onnxruntime":
         models = list(map(with_integer_softmax, models))
     with rewording("a file does not run"):
         exact, expected = (bench.simulation.outputs(model, "simulated", samples) for model in models)
         in_float, measured = (bench.runner.outputs(bench.loaded(file), samples) for file in files)
-    for outputs in (in_float, expected, measured):
-        if not is_finite(outputs):
-            raise EngineFailure(NOT_FINITE.reason)
-        db = sqnr_db(exact, outputs)
-        levels.append(EQUAL_DB if db is None else db)
-    levels_text = f"{levels[2]:.1f} dB, {levels[1]:.1f} dB in the simulation; in float {levels[0]:.0f} dB"
-    if levels[0] < FLOAT_DB or levels[2] < min(levels[1], FLOAT_DB) - LOST_DB:
+    if not all(map(is_finite, (in_float, expected, measured))):
+        raise EngineFailure(NOT_FINITE.reason)
+    levels = (sqnr_db(exact, outputs) for outputs in (in_float, expected, measured))
+    float_db, expected_db, measured_db = (EQUAL_DB if db is None else db for db in levels)
+    levels_text = f"{measured_db:.1f} dB, {expected_db:.1f} dB in the simulation; in float {float_db:.0f} dB"
+    if float_db < FLOAT_DB or measured_db < min(expected_db, FLOAT_DB) - LOST_DB:
         raise EngineFailure(levels_text)
     return levels_text
 
 
-class Requirement(NamedTuple):
-    """A requirement. `look` checks it for one of the `subjects` and returns what was seen, or raises a QdqtuneError if
-    it is not met. If `runs` is set, it is only checked on machines that can run models."""
-
-    name: str
-    subjects: tuple[str, ...]
-    look: Callable[[Bench, str], str]
-    runs: bool = False
-
-
-CONTRACT = (
-    Requirement("layers", tuple(GRAPHS), _reports_layers),
-    Requirement("8 bits", tuple(GRAPHS), _keeps_8_bits),
-    Requirement("numbers", tuple(GRAPHS), _agrees_with_simulation, runs=True),
-)
-"""The requirements, in the order in which they are checked."""
+CHECKS: Mapping[str, Callable[[Bench, str], str]] = {
+    "layers": _reports_layers,
+    "8 bits": _keeps_8_bits,
+    "numbers": _agrees_with_simulation,
+}
+"""The requirements, in the order in which they are checked: functions of a bench and a graph that return what was seen,
+or raise a QdqtuneError if the requirement is not met."""
 
 
-def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requirement] = ()) -> Qualification:
+def qualify(options: DoctorOptions, observer: Observer, graphs: Collection[str] = ()) -> Qualification:
     execution, spec = execution_of(options), options.spec()
     why = simulated(spec.name)
     if why:
@@ -361,17 +349,13 @@ def qualify(options: DoctorOptions, observer: Observer, contract: Sequence[Requi
         described = runner.describe()
         exact = onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime")
         bench = Bench(spec.name, folder, runner, stack.enter_context(exact), execution.seconds)
-        for requirement in contract or CONTRACT:
-            for subject in requirement.subjects:
-                observer.stage(f"{requirement.name}: {subject}")
+        for name, look in CHECKS.items():
+            for graph in graphs or GRAPHS:
+                observer.stage(f"{name}: {graph}")
                 state: State = "held"
                 try:
-                    if requirement.runs and described["device"] == "none":
-                        raise NotApplicableError("the engine only builds here: its device is not present")
-                    seen = requirement.look(bench, subject)
-                except NotApplicableError as error:
-                    state, seen = "not applicable", str(error)
+                    seen = look(bench, graph)
                 except QdqtuneError as error:
-                    state, seen = "not held", str(error)
-                checks.append(Seen(requirement.name, subject, state, seen))
+                    state, seen = "not applicable" if isinstance(error, NotApplicableError) else "not held", str(error)
+                checks.append(Seen(name, graph, state, seen))
     return Qualification(described, tuple(checks))
