@@ -69,6 +69,7 @@ def test_compare_refuses_one_file_and_files_of_other_inputs(call, tuned, model):
     code, error = errors(call("compare", tuned, write(hopeless(), model.parent, "other"), "--engine", "fake"))
     assert code == 2
     assert "takes other inputs (x: float32[2,8]) than" in error
+    assert error.rstrip().endswith("compare is for versions of one model, which take the same inputs")
 
 
 def test_an_output_folder_that_cannot_be(call, model, tmp_path):

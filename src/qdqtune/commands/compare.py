@@ -286,10 +286,13 @@ def compare(
     wanted, *others = map(input_specs, models)
     for file, specs in zip(files[1:], others, strict=True):
         known = {spec.name: spec for spec in specs}
-        fits = known.keys() == {spec.name for spec in wanted}
-        if not fits or any(known[w.name].dtype != w.dtype or not known[w.name].fits(w.shape) for w in wanted):
-            told = f"{file} takes other inputs ({listed(specs)}) than {files[0]} ({listed(wanted)})"
-            raise BadOption(f"{told}: `fix_inputs` names those that were made constant")
+        common = [(known[w.name], w) for w in wanted if w.name in known]
+        is_alike = bool(common) and all(one.dtype == other.dtype and one.fits(other.shape) for one, other in common)
+        if not is_alike or not len(common) == len(known) == len(wanted):
+            is_cut = is_alike and len(common) == min(len(known), len(wanted))
+            hint = "`fix_inputs` names those that were made constant"
+            hint = hint if is_cut else "compare is for versions of one model, which take the same inputs"
+            raise BadOption(f"{file} takes other inputs ({listed(specs)}) than {files[0]} ({listed(wanted)}): {hint}")
     asked_outputs(options.scores, models[0].outputs)  # refuses other names before the work begins
     fixed_names, most = options.fix_inputs, 0 if options.all_samples else MOST_JUDGED
     prepared = prepared_for(models[0], spec, options, execution, files, fixed=fixed_names, most=most, shapes=shapes)
