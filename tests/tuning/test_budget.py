@@ -21,6 +21,7 @@ from qdqtune.calibration.scales import DEFAULT_CALIBRATION
 from qdqtune.commands.quantize import QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, EngineFailure, EngineRefused, Failure
+from qdqtune.explanation.result_rows import result_rows
 from qdqtune.numerics.scores import Score
 from qdqtune.search import Strategy, ratios_to_float
 from qdqtune.timing.ratios import Plan
@@ -30,8 +31,9 @@ from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import search, slowdown, tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.run import Budget, Run
+from qdqtune.tuning.run import NO_ROOM, Budget, Run
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.shipping import GOES_ON
 from qdqtune.tuning.subject import SamplesInTime
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Sample, Trial
 from runs import cost, mixed, settings, write
@@ -219,7 +221,8 @@ def test_a_session_with_less_time_leaves_what_an_earlier_one_has_proven(model: P
         if path.suffix in (".onnx", ".json") or path.stem == "placement"
     }
     second, _ = slow_run(model, workers, 3.8, 60.0)
-    assert second.notes[-1].startswith("what ships is what an earlier session has proven: in its time this one")
+    assert second.notes[-1] == GOES_ON
+    assert second.notes[-2].startswith("what ships is what an earlier session has proven: in its time this one")
     assert (second.shipped, second.placement, second.ratio) == ("tuned", first.placement, first.ratio)
     assert {path: path.read_bytes() for path in files} == files
     strict, _ = slow_run(model, workers, 3.8, 60.0, min_sqnr=150.0)
@@ -244,9 +247,8 @@ def test_a_candidate_without_time_for_its_proof_is_told_of(
     result, _ = slow_run(model, workers, 0.01, 1200.0)
     assert result.shipped == "baseline"
     (told,) = (note for note in result.notes if "no room to prove" in note)
-    assert re.fullmatch(
-        r"`time_budget` had no room to prove the best candidate \([\d.]+x the speed .*: give more", told
-    )
+    assert re.fullmatch(r"`time_budget` had no room to prove the best candidate \([\d.]+x the speed .*\)", told)
+    assert result.notes[-1] == GOES_ON
 
 
 @pytest.mark.parametrize("each", [0.01, 0.2, 3.8])
@@ -288,9 +290,13 @@ def test_percentiles_are_left_out_before_a_build_where_time_is_over(
     result, _ = slow_run(model, workers, 0.2, 60.0)
     assert result.shipped == "tuned"
     assert not asked
+    assert ("p90, p99 of single inferences", "", f"not measured ({NO_ROOM})") in [
+        row.cells for row in result_rows(result.summary)
+    ]
     for _ in range(2):  # what cannot be told is not asked for again
-        slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
+        result, _ = slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
         assert len(asked) == 1
+        assert result.summary["percentiles_missing"] == "a hundred inferences take too long here"
 
 
 def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_other_float: bool = False) -> Budget:

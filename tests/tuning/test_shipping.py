@@ -10,10 +10,17 @@ from qdqtune.timing.race import Block
 from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning.contexts import View
 from qdqtune.tuning.shipping import (
+    ANEW,
+    BOTH,
+    GOES_ON,
+    LATE,
+    TO_DECIDE,
+    UNDECIDED,
     Attempt,
     Compared,
     Finalists,
     accepted,
+    advise,
     beside_rules,
     finalists,
     is_more_accurate,
@@ -250,8 +257,19 @@ def test_a_workload_that_got_slower_is_noted() -> None:
     )
 
 
-def test_a_result_that_proves_nothing_is_told_with_what_would_decide_it() -> None:
-    undecided = at(0.8, spread=0.3)
-    assert unproven(undecided).startswith("1.25x [0.91x, 2.00x] the speed of float; a quieter")
-    assert "the same command" in unproven(replace(undecided, wants_builds=True))
-    assert unproven(at(2.0, spread=0.1)) == "0.50x [0.48x, 0.53x] the speed of float"
+def test_a_result_that_proves_nothing_is_told_with_one_thing_that_would_decide_it() -> None:
+    undecided, ended = at(0.8, spread=0.3), f"{LATE} has ended the search"
+    told, wants_builds = unproven(undecided), unproven(replace(undecided, wants_builds=True))
+    assert told == f"1.25x [0.91x, 2.00x] the speed of float; {UNDECIDED}"
+    decided = unproven(at(2.0, spread=0.1))
+    assert decided == "0.50x [0.48x, 0.53x] the speed of float"
+    for notes, advice, of_cut_short in (
+        ((decided, decided), (), ANEW),
+        ((told,), (TO_DECIDE,), ANEW),
+        ((wants_builds, told), (GOES_ON,), BOTH),
+        ((told, ended), (GOES_ON,), BOTH),
+    ):
+        plain, cut_short = (advise(notes, is_cut_short=is_cut) for is_cut in (False, True))
+        assert plain == (*dict.fromkeys(notes), *advice)
+        assert cut_short == (*dict.fromkeys(notes), of_cut_short)
+        assert advise(cut_short, is_cut_short=False) == plain, "an earlier session's advice goes"

@@ -58,7 +58,7 @@ from qdqtune.options import COUNT, SWITCH, Options, ValuesByInput, number
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
-from qdqtune.tuning.file_race import Racer, Tail
+from qdqtune.tuning.file_race import BUSIER, Racer, Tail
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import WARMUP
 from qdqtune.tuning.settings import EFFORTS
@@ -234,8 +234,9 @@ class Comparison(Shown):
             if row.ms and row.first_ms:
                 rates = f"{1e3 / row.ms:.4g}, the first file {1e3 / row.first_ms:.4g}"
                 caption.append(f"inferences a second of {row.name}: {rates}")
-            if row.percentiles_ms and row.first_percentiles_ms:
-                ends = f"{row.percentiles_ms.in_words}; the first file {row.first_percentiles_ms.in_words}"
+                ends = f"no p90, p99: a hundred take too long, or {BUSIER}"
+                if row.percentiles_ms and row.first_percentiles_ms:
+                    ends = f"{row.percentiles_ms.in_words}; the first file {row.first_percentiles_ms.in_words}"
                 caption.append(f"single inferences of {row.name}: {ends}")
         return Table(columns, cells, "\n".join(caption))
 

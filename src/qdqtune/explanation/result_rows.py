@@ -144,7 +144,7 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     if without is not None and without["missed"]:
         yield f"the fastest without limits was not taken: {without['missed']}"
     for why in summary.get("calibration_cut_short", ()):
-        yield f"calibration was cut short: {why}; `restart` with a larger `time_budget` calibrates anew"
+        yield f"calibration was cut short: {why}"
     if judged and (without is not None or tells_accuracy(summary)):
         is_held_out = summary["accuracy_held_out"]
         seen = ", which calibration saw: of forty or more, every fifth is kept apart"
@@ -182,6 +182,8 @@ def _latency_rows(summary: Mapping[str, Any]) -> list[Row]:
     if percentiles := summary.get("percentiles_ms"):
         cells = [f"{one['p90']:.3f}, {one['p99']:.3f} ms" for one in (percentiles["baseline"], percentiles["final"])]
         rows.append(Row("p90, p99 of single inferences", *cells))
+    elif why := summary.get("percentiles_missing"):
+        rows.append(Row("p90, p99 of single inferences", "", NOT_MEASURED, why))
     for row in summary.get("workloads", []):
         rows += _comparison_rows(f"{row['name']}, {row['share']:.0%} of the calls", row)
     return rows

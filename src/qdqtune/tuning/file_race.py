@@ -37,6 +37,9 @@ Chosen, not measured."""
 BELOW = 0.999
 """A p90 below this share of the median contradicts it; less than that is rounding."""
 
+BUSIER = "the machine was busier when the medians were measured"
+"""Why percentiles that contradict the medians are not told."""
+
 MOST_TRIES = 3
 """How often a block of rounds is tried if its worker is killed, too slow or out of memory. Chosen, not measured."""
 

@@ -197,7 +197,7 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
         if asked and not placements and not attempts:
             best = ratios.get(asked[0])
             speed = "" if best is None else f" ({1 / best:.2f}x the speed of float in the search)"
-            notes.append(f"{NO_ROOM} to prove the best candidate{speed}: give more")
+            notes.append(f"{NO_ROOM} to prove the best candidate{speed}")
         if not (placements or races_alone):
             return Raced(tuple(attempts), builds, field, given_to_float, tuple(notes))
         try:

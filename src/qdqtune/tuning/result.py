@@ -27,13 +27,13 @@ from qdqtune.system.writing import named, write_json
 from qdqtune.timing.ratios import Plan, Ratio, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
-from qdqtune.tuning.file_race import FEWEST_SINGLES, Tail
+from qdqtune.tuning.file_race import BUSIER, FEWEST_SINGLES, Tail
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof, write_placement_of
-from qdqtune.tuning.run import Run
-from qdqtune.tuning.shipping import TO_DECIDE, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
+from qdqtune.tuning.run import NO_ROOM, Run
+from qdqtune.tuning.shipping import UNDECIDED, advise, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
 from qdqtune.tuning.store import Caveat, Shipped, job_of, plain
 from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, RunLog
 from qdqtune.types import Placement, Trial
@@ -91,9 +91,7 @@ def conclude(
     files.write_yaml(pattern_cache_of(settings.state), cache.content_of(schemes), "record")
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
     left = list(filter(None, [settings.engine.facts.unwatched]))
-    tails = _tails(proof, run)
-    if tails and (len(subject.mix) > 1 or all(tail.fits(summary[f"{file}_ms"]) for file, tail in tails.items())):
-        summary["percentiles_ms"] = {file: asdict(tail) for file, tail in tails.items()}
+    summary |= _percentiles(proof, run, summary)
     is_built = any(trial.placement == proof.in_file for trial in history)
     built = proof.in_file if is_built else Placement()
     if settings.engine.facts.source:
@@ -103,8 +101,8 @@ def conclude(
     else:
         run.bench.layers(built, run.budget.lacks)  # kept in the state file for the report
     summary["seconds"] = round(log.seconds, 3)
-    notes = (*left, *subject.notes, *of_mode, *proof.notes)
-    notes = (*notes, *_doubts(history, proof, run, shortfall))
+    facts = [*left, *subject.notes, *of_mode, *proof.notes, *_doubts(history, proof, run, shortfall)]
+    notes = advise(facts, is_cut_short=bool(subject.hurried))
     spent, most = 1 + len(history), 1 + run.budget.builds
     ended = f"the search ended as all {most} builds were spent"
     if spent < most:
@@ -159,7 +157,7 @@ def standing(run: Run, proof: Proof, shortfall: str | None) -> Result | None:
         ratio=Ratio(ratio, summary["ratio_low"], summary["ratio_high"]),
         summary=plain(summary),
         history=history,
-        notes=tuple(dict.fromkeys([*notes, shortfall, told])),
+        notes=advise([*notes, shortfall, told], is_cut_short=bool(run.subject.hurried)),
     )
 
 
@@ -260,9 +258,9 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     return summary | run.limits.summary(history, settings.plan, metric, is_tuned=is_tuned)
 
 
-def _tails(proof: Proof, run: Run) -> dict[str, Tail]:
-    """The percentiles of single inferences of the float and the tuned model, measured once. Empty if another file
-    ships, for several numbers of threads, or if they were not measured."""
+def _percentiles(proof: Proof, run: Run, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of summary.json with percentiles of single inferences of the float and the tuned model, measured once,
+    or why there are none. Empty if another file ships, and for several numbers of threads."""
     settings, floats, caveat = run.settings, run.bench.floats, Caveat()
     if proof.shipped != "tuned" or not settings.is_timed or len(run.racer.views) > 1:
         return {}
@@ -277,7 +275,12 @@ def _tails(proof: Proof, run: Run) -> dict[str, Tail]:
 
     key = f"tails:{proof.placement.digest}"
     tails = run.store.memo(key, tuple[tuple[Tail, ...], ...], measured, caveat)
-    return {name: tail for name, (tail,) in zip(("baseline", "final"), tails, strict=False)}
+    of_files = {name: tail for name, (tail,) in zip(("baseline", "final"), tails, strict=False)}
+    if not of_files:
+        return {"percentiles_missing": NO_ROOM if caveat.is_hurried else "a hundred inferences take too long here"}
+    if len(run.subject.mix) == 1 and not all(t.fits(summary[f"{file}_ms"]) for file, t in of_files.items()):
+        return {"percentiles_missing": BUSIER}
+    return {"percentiles_ms": {file: asdict(tail) for file, tail in of_files.items()}}
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
@@ -301,13 +304,13 @@ def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]
 
 
 def best_undecided(history: Sequence[Trial], plan: Plan) -> str | None:
-    """If no candidate was accepted but one seemed faster: how fast it was, and what could decide it; else None."""
+    """If no candidate was accepted but one seemed faster: how fast it was; else None."""
     floats, able = ratios_to_float(history, plan), [t for t in history if t.holds is not False]
     seeming = [(trial, measured.scaled(floats[trial.against])) for trial, measured in with_ratios(able, plan)]
     trial, ratio = min(seeming, key=lambda pair: pair[1].median, default=(None, None))
     if trial is None or ratio is None or ratio.median >= 1 or any(t.accepted for t in history):
         return None
-    return f"the best candidate, number {trial.number}, was {ratio.speedup} the speed of float; {TO_DECIDE}"
+    return f"the best candidate, number {trial.number}, was {ratio.speedup} the speed of float; {UNDECIDED}"
 
 
 # ---------------------------------------------------------------- run.json

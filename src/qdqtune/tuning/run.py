@@ -39,7 +39,7 @@ from qdqtune.tuning.file_race import Racer
 from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.shipping import SLOWER
+from qdqtune.tuning.shipping import LATE, SLOWER
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, fingerprint_of, open_subject
 from qdqtune.tuning.weight_format_times import format_shares
@@ -83,7 +83,7 @@ candidates. Chosen, not measured."""
 PLANNED_BUILDS = 12
 """Builds of each file for which the proof has time. Chosen, not measured."""
 
-NO_ROOM = "`time_budget` had no room"
+NO_ROOM = f"{LATE} had no room"
 """The beginning of notes on what a time budget left out: `tune` repeats them where nothing was proven."""
 
 HOPED_RATIO = 0.8
@@ -263,13 +263,11 @@ class Budget:
                 return None
             takes, left = self.brief_and_proof, (self.ends or 0.0) - time.monotonic()
             more = max(1, ceil(takes - self.grace - left))
-            needed = f"{takes:.0f} s after reading the model and calibration"
-            told = f"{NO_ROOM} for a candidate: one and its proof take some {needed}"
-            return f"{told}; give {more} s more at least"
+            needed = f"{takes:.0f} s after reading the model and calibration, {more} s more than there were"
+            return f"{NO_ROOM} for a candidate: one and its proof take some {needed}"
         left, spent = self.room(trials, pace, reserve), 1 + len(trials)
         if len(trials) < self.builds and not left:
-            told = f"`time_budget` has ended the search after {spent} of {1 + self.builds} builds"
-            return f"{told}: with more time the same command goes on from there"
+            return f"{LATE} has ended the search after {spent} of {1 + self.builds} builds"
         if self.seconds_left is None or self.seconds_left < max(SPARE * self.proof_seconds(1), self.further):
             return None
         why = "more `builds` would use it" if len(trials) >= self.builds else "nothing more is predicted to gain"

@@ -3,7 +3,7 @@ sentences. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, Self
@@ -284,8 +284,25 @@ def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
 
 # ---------------------------------------------------------------- what users read about it
 
-MORE_BUILDS = "builds differ too much for the time there was: the same command goes on with more builds"
+LATE = "`time_budget`"
+MORE_BUILDS, UNDECIDED = "builds differ too much for the time there was", "the interval is too wide to tell"
+"""The beginning of notes on what time has ended; ends of those on a file that did not prove faster."""
+
+GOES_ON = "give more time: the same command goes on from what was measured"
+ANEW = "`restart` with more time calibrates anew"
+BOTH = f"{GOES_ON}; with `restart` it also calibrates anew"
 TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
+
+
+def advise(notes: Iterable[str], *, is_cut_short: bool) -> tuple[str, ...]:
+    """Each note once; at the end, where more time or another try helps, one that says how. `is_cut_short`: calibration
+    was."""
+    told = [note for note in dict.fromkeys(notes) if note not in (GOES_ON, ANEW, BOTH, TO_DECIDE)]
+    if any(note.startswith(LATE) or note.endswith(MORE_BUILDS) for note in told):
+        return (*told, BOTH if is_cut_short else GOES_ON)
+    if is_cut_short:
+        return (*told, ANEW)
+    return (*told, TO_DECIDE) if any(note.endswith(UNDECIDED) for note in told) else tuple(told)
 
 
 def notes_of(attempt: Attempt, history: Sequence[Trial], model: str, changes: str) -> Iterator[str]:
@@ -323,11 +340,11 @@ def beside_rules(shipped: Placement, rules: Placement, history: Sequence[Trial],
 
 
 def unproven(compared: Compared, of: str = "float") -> str:
-    """How fast a model was that was not proven faster, and what could decide it."""
+    """How fast a model was that was not proven faster, and why."""
     speedup = f"{compared.ratio.speedup} the speed of {of}"
     if compared.ratio.verdict != "undecided":
         return speedup
-    return f"{speedup}; {MORE_BUILDS if compared.wants_builds else TO_DECIDE}"
+    return f"{speedup}; {MORE_BUILDS if compared.wants_builds else UNDECIDED}"
 
 
 def at_threads(count: int | None) -> str:

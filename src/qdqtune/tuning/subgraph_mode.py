@@ -45,6 +45,7 @@ from qdqtune.tuning.folder import GROUP_MODELS, LOGS, PROGRESS
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.shipping import LATE
 from qdqtune.tuning.subgraph_groups import Grouping, Resolved, borders, extract, is_shape, resolve
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Array, Edge, Layer, Placement, Trial
@@ -334,8 +335,7 @@ def profile(run: Run) -> tuple[SubgraphSearch, ProgressFile, tuple[str, ...], st
         what = "no layer times" if layers else "no layers"
         notes.append(f"the engine reports {what}: groups were compared by their total latency, reformats included")
     late = sum(one.failures.get("") == NO_TIME for one in profiles.values())
-    untimed = f"{late} of {len(profiles)} groups were fully timed"
-    shortfall = f"`time_budget` ended before {untimed}: with more time the same command goes on from there"
+    shortfall = f"{LATE} ended before {late} of {len(profiles)} groups were fully timed"
     return search, progress, tuple(notes), shortfall if late else None
 
 

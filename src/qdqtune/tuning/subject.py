@@ -348,8 +348,8 @@ class SamplesInTime:
             self.observer.note(note)
         if self.ends is not None and time.monotonic() > self.ends:
             self.observer.note(
-                f"`time_budget` ended during calibration, which takes {LEAST_SAMPLES} samples in any case: give more "
-                "time, or fewer samples with `calibration_samples`"
+                f"`time_budget` ended during calibration, which takes {LEAST_SAMPLES} samples in any case: "
+                "`calibration_samples` takes fewer"
             )
         return notes
 

@@ -126,6 +126,7 @@ class Summary(TypedDict):
     by_threads: list[AtThreads]
     workloads: NotRequired[list[OnWorkload]]
     percentiles_ms: NotRequired[dict[str, dict[Literal["p90", "p99"], Positive]]]
+    percentiles_missing: NotRequired[str]
     builds: Count
     proof_builds: Count
     trials: Count
