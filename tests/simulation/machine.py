@@ -284,7 +284,6 @@ class Machine:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(process, "subprocess", system)
             patch.setattr(process, "leased", lambda _: nullcontext([]))
-            patch.setattr(process, "pinned", lambda _: nullcontext())
             patch.setattr(devices, "physical_cores", lambda: [[core] for core in range(CORES)])
             patch.setattr(devices, "is_free", lambda _: True)
             patch.setattr(allocation, "ThreadPoolExecutor", lambda _: nullcontext(ONE_AFTER_THE_OTHER))

@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -49,24 +49,14 @@ ANYWHERE = Device()
 
 
 @contextlib.contextmanager
-def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Let processes that this thread starts in the block run on these cores only, if any, and if the system can."""
-    if not cores or sys.platform != "linux":
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, set(cores))
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@contextlib.contextmanager
 def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]]:
-    """Reserve the cores and the GPU of a device, each by a socket with an abstract name, which leaves no file. Yields
-    the sockets' descriptors: a process that inherits them keeps the device until it ends, even if killed. Raises
-    EngineUnavailable after `seconds`."""
+    """Reserve the cores and the GPU of a device, each by a socket with an abstract name, which leaves no file, and let
+    this thread and processes that it starts in the block run on these cores only. Yields the sockets' descriptors: a
+    process that inherits them keeps the device until it ends, even if killed. Nothing is done if not on Linux.
+
+    Raises:
+        EngineUnavailable: it was in use for `seconds`.
+    """
     held: list[int] = []
     until = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
@@ -82,6 +72,9 @@ def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]
                         message = f"{part.replace('-', ' ')} is in use by another run of qdqtune"
                         raise EngineUnavailable(message) from error
                     time.sleep(0.05)
+        if device.cores and sys.platform == "linux":
+            stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+            os.sched_setaffinity(0, set(device.cores))
         yield held
 
 

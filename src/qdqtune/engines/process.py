@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qdqtune.engines.channel import Channel
-from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
+from qdqtune.engines.devices import ANYWHERE, Device, leased
 from qdqtune.engines.execution import Deadline
 from qdqtune.errors import EngineUnavailable, writing
 from qdqtune.system.interpreter import end_group, python
@@ -104,7 +104,7 @@ class WorkerProcess(Program):
 
     def __init__(self, log: Path, device: Device = ANYWHERE) -> None:
         """Start the process. Waits up to `LEASE_SECONDS` for a device that is still in use."""
-        with leased(device) as held, pinned(device.cores), contextlib.ExitStack() as undo:
+        with leased(device) as held, contextlib.ExitStack() as undo:
             with writing(log):
                 self._scratch = Scratch(log.parent, WORKERS)
             undo.callback(self._scratch.close)

@@ -28,7 +28,7 @@ import numpy as np
 import onnx
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import ANYWHERE, LEASE_SECONDS, Device, allot, leased, pinned, usable_cores
+from qdqtune.engines.devices import ANYWHERE, LEASE_SECONDS, Device, allot, leased, usable_cores
 from qdqtune.engines.execution import Deadline
 from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.process import Program, Worker
@@ -283,9 +283,7 @@ class FarSession(Session):
         """Open an engine (see `Session.open`) on `cores` free cores (0: not pinned), and on a free GPU if it needs
         one."""
         if cores:
-            device = self._free_device(spec, cores)
-            os.environ.update(device.environment)
-            self._lease.enter_context(pinned(device.cores))
+            os.environ.update(self._free_device(spec, cores).environment)
         self.open(spec, *more)
 
     def _free_device(self, spec: EngineSpec, cores: int) -> Device:
