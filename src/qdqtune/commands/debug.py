@@ -36,7 +36,7 @@ from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import ANOTHER_SIZE, FLOOR_DB, accuracy, is_finite, loss_of_slice
 from qdqtune.numerics.scores import NO_SCORES
-from qdqtune.numerics.simulation import INFERENCES, SAMPLES, UNBOUNDED_NOISE, Block, check_stripped, halved
+from qdqtune.numerics.simulation import INFERENCES, SAMPLES, UNBOUNDED_NOISE, check_stripped, halved
 from qdqtune.options import MaybeFile, number
 from qdqtune.placement.reading import is_quantized, twins_of
 from qdqtune.placement.stripping import strip_pairs
@@ -183,18 +183,11 @@ class SwitchedPairs:
 
     def ranking(self) -> dict[str, float]:
         """The noise that the pairs of each tensor cause alone, the largest first."""
-
-        def of_block(block: Block) -> float:
-            start, stop = block
-            return self.noise(self.tensors[start:stop])
-
-        count = len(self.tensors)
-        if count <= INFERENCES:
-            alone = [of_block((i, i + 1)) for i in range(count)]
+        if len(self.tensors) <= INFERENCES:
+            alone = [self.noise([tensor]) for tensor in self.tensors]
         else:
-            alone = halved(count, of_block, INFERENCES)
-        order = sorted(range(count), key=lambda i: -alone[i])
-        return {self.tensors[i]: alone[i] for i in order}
+            alone = halved(len(self.tensors), lambda block: self.noise(self.tensors[slice(*block)]), INFERENCES)
+        return dict(sorted(zip(self.tensors, alone, strict=True), key=lambda ranked: -ranked[1]))
 
 
 @contextmanager
@@ -314,8 +307,6 @@ def _min_max(values: Array) -> tuple[float, float]:
 
 # The command
 
-
-# The limits below are chosen, not measured.
 
 WORSE = 2.0
 """The engine is at fault if its noise is this many times that of the pairs as ONNX defines them: 3 dB."""

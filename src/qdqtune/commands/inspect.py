@@ -115,13 +115,10 @@ def inspect(options: InspectOptions, observer: Observer | None = None) -> Inspec
 def overview_of(model: Model) -> dict[str, Any]:
     """A model's inputs, outputs and operators, as JSON values. `products` can have pairs on both inputs."""
     products = [node for node in model.nodes if node.op in COMPUTE and not node.domain]
-    refusals = [
-        next(
-            filter(None, (refusal(model, tensor, node.index, slot) for slot, tensor in enumerate(node.inputs[:2]))),
-            None,
-        )
-        for node in products
-    ]
+    refusals = []
+    for node in products:
+        reasons = (refusal(model, tensor, node.index, slot) for slot, tensor in enumerate(node.inputs[:2]))
+        refusals.append(next(filter(None, reasons), None))
     notes = []
     if is_quantized(model):
         notes.append("the file has pairs already: `from_qdq` takes them over")
@@ -131,8 +128,7 @@ def overview_of(model: Model) -> dict[str, Any]:
     if inside := sum(len(graph.node) for graph in graphs(model.proto.graph)) - len(model.nodes):
         kinds = ", ".join(sorted({node.op for node in model.nodes} & CONTROL_FLOW))
         deciding = deciding_inputs(model)
-        first = deciding[0] if deciding else ""
-        advice = f"; if {first} decides, `fix_inputs` {first}=VALUE may bring them out" if first else ""
+        advice = f"; if {deciding[0]} decides, `fix_inputs` {deciding[0]}=VALUE may bring them out" if deciding else ""
         notes.append(f"{counted(inside, 'node')} in the bodies of {kinds} stay in float{advice}")
     for reason, count in Counter(filter(None, refusals)).items():
         notes.append(f"{counted(count, 'product')} cannot: {reason}")
