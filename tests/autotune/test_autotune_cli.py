@@ -14,18 +14,13 @@ import pytest
 
 import qdqtune
 from conftest import Call
-from models import INT8, build, normal, ranges
+from models import build, normal
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.autotune import region_inspect
 from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
 from qdqtune.autotune.workflows import AutotuneOptions
 from qdqtune.cli import tune
-from qdqtune.graph.loading import load
-from qdqtune.graph.saving import save
-from qdqtune.placement import start_placements
 from qdqtune.placement.files import read_placement_file
-from qdqtune.placement.insertion import insert
-from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from runs import cost, environment, hopeless, mixed, write
 
@@ -45,7 +40,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_a_run_writes_the_files_that_users_know(run: Call, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_writes_the_files_that_users_know_and_its_pattern_cache_warms_the_next(
+    run: Call, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     code, output, errors = run("--onnx_path", model, "--mode", "quick", "-v")
     assert code == 0
     assert "candidate 1 in all regions: " in caplog.text  # a placement by rules or the cut, for the whole model
@@ -66,6 +63,9 @@ def test_a_run_writes_the_files_that_users_know(run: Call, model: Path, caplog: 
     assert re.search(r"^patterns: \d+, in \d+ regions$", errors, re.MULTILINE)
     assert re.search(r"^Baseline: [\d.]+ ms\nFinal: [\d.]+ ms \([\d.]+x speedup\)$", output, re.MULTILINE)
     assert re.search(r"^Results: [\d.]+ ms -> [\d.]+ ms \([\d.]+x speedup\)$", output, re.MULTILINE)
+    cache = out / "autotuner_state_pattern_cache.yaml"
+    _, _, errors = run("-m", model, "-o", "run2", "--mode", "quick", "--pattern_cache", cache, "-v")
+    assert re.search(r"^ +1 .* pattern cache: .*faster than the float model", errors, re.MULTILINE)
 
 
 def test_no_improvement_is_no_error(run: Call, tmp_path: Path) -> None:
@@ -83,8 +83,11 @@ def test_every_flag(run: Call, asked: list[dict[str, Any]], model: Path, dashed:
         "--pattern_cache", "cache.yaml", "--qdq_baseline", "quantized.onnx", "--state_file", "state.yaml",
         "--quant_type", "fp8", "--default_dq_dtype", "bfloat16", "--timing_cache", "times",
         "--warmup_runs", 50, "--timing_runs", 100, "--plugin_libraries", "a.so", "b.so", "--verbose",
-        "--trtexec_benchmark_args", "--fp16 --workspace=4096", "--use_trtexec",
+        "--trtexec_benchmark_args", "--fp16 --workspace=4096", "--use_trtexec", "--node_filter_list", "names.txt",
     )  # fmt: skip
+    Path("names.txt").write_text("# the second product\nsecond*\n")
+    assert autotune.get_node_filter_list("names.txt") == ["second*"]
+    assert autotune.get_node_filter_list(None) is None
     spelled = (f.replace("_", "-") if dashed and isinstance(f, str) and f.startswith("--") else f for f in flags)
     code, _, errors = run(*spelled, engine=())
     assert code == 0, errors
@@ -96,7 +99,7 @@ def test_every_flag(run: Call, asked: list[dict[str, Any]], model: Path, dashed:
         "builds": None,  # so that there are enough
         "schemes_per_region": 30, "warmup_runs": 50, "timing_runs": 100, "quant_type": "fp8",
         "default_dq_dtype": "bfloat16", "pattern_cache": Path("cache.yaml"), "qdq_baseline": Path("quantized.onnx"),
-        "state_file": Path("state.yaml"), "engine": "trtexec", "engine_options": own,
+        "state_file": Path("state.yaml"), "node_filter": ("second*",), "engine": "trtexec", "engine_options": own,
     }.items()  # fmt: skip
 
 
@@ -141,29 +144,6 @@ def test_bad_input_is_one_line(run: Call, model: Path, arguments: Sequence[str],
     code, _, errors = run(*arguments)
     assert code == 2
     assert words in errors.splitlines()[-1]
-
-
-def test_the_node_filter_and_the_quantized_start_do_what_they_say(run: Call, model: Path) -> None:
-    Path("names.txt").write_text("# the second product\nsecond*\n")
-    assert autotune.get_node_filter_list("names.txt") == ["second*"]
-    assert autotune.get_node_filter_list(None) is None
-    assert run("-m", model, "-o", "filtered", "--node_filter_list", "names.txt", "--builds", 14)[0] == 0
-    nodes = {e.node for e in read_placement_file(Path("filtered/placement.yaml")).placement}
-    assert "second" in nodes
-    assert not nodes & {"first", "third", "head"}
-
-    net = load(model)
-    everything = start_placements.everything(net, possible_edges(net, ranges(net)))
-    save(insert(net, everything, ranges(net), INT8), Path("quantized.onnx"))
-    _, _, errors = run("-m", model, "-o", "imported", "--qdq_baseline", "quantized.onnx", "--builds", 8, "-v")
-    assert re.search(r"^ +[1-5] .* imported \(.*\): ", errors, re.MULTILINE)
-
-
-def test_a_pattern_cache_warms_the_next_run(run: Call, model: Path) -> None:
-    run("-m", model, "-o", "run1", "--mode", "quick")
-    cache = "run1/autotuner_state_pattern_cache.yaml"
-    _, _, errors = run("-m", model, "-o", "run2", "--mode", "quick", "--pattern_cache", cache, "-v")
-    assert re.search(r"^ +1 .* pattern cache: .*faster than the float model", errors, re.MULTILINE)
 
 
 def test_regions_can_be_looked_at(

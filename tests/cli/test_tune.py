@@ -24,7 +24,7 @@ from qdqtune.tuning import loop
 from qdqtune.tuning.observer import Observers
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import Accuracy
-from runs import hopeless, mixed, settings, write
+from runs import mixed, settings, write
 
 
 def settings_of(*arguments: object, model: str | Path = "m.onnx") -> Settings:
@@ -155,18 +155,6 @@ def test_quiet_leaves_the_result(call, tuned):
     code, out, err = call(*command, "--quiet")
     assert (code, err) == (0, "")
     assert "is the tuned model" in out
-
-
-def test_no_improvement_is_code_3(call, tmp_path):
-    path = write(hopeless(), tmp_path)
-    code, out, _ = call("tune", path, *QUICK, "-o", tmp_path / "out")
-    assert code == 3
-    final = tmp_path / "out" / "optimized_final.onnx"
-    assert out.splitlines()[-1].startswith("Nothing faster was found for ")
-    assert final.read_bytes() == (tmp_path / "out" / "baseline.onnx").read_bytes()
-    assert "speedup" not in out
-    for name in ("placement.yaml", "summary.json", "autotuner_state.yaml", "autotuner_state_pattern_cache.yaml"):
-        assert (tmp_path / "out" / name).is_file()
 
 
 def noted(err: str) -> list[str]:

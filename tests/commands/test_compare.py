@@ -80,7 +80,6 @@ def test_compare_tells_each_number_of_threads(call, tuned):
     assert all(row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"] < 1 for row in rows)
     for row in rows:
         assert row["percentiles_ms"]["p90"] < row["first_percentiles_ms"]["p90"] <= row["first_percentiles_ms"]["p99"]
-    assert call("compare", tuned, final, "--engine", "fake", "--threads", "1;4")[0] == 2
 
 
 @pytest.mark.usefixtures("workers")

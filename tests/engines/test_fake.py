@@ -10,7 +10,6 @@ from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantiz
 from models import build, run
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.fake import latency
-from qdqtune.errors import EngineFailure
 from qdqtune.types import NumericFormat, QType
 
 SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
@@ -20,13 +19,6 @@ class TestFake(EngineContract):
     spec = EngineSpec("fake")
     saved = None
     unmet = frozenset({"8 bits"})  # its model of costs fuses no product without a pair behind it
-
-
-def test_a_pair_around_a_small_operator_costs_and_around_a_large_one_gains() -> None:
-    def gain(side: int) -> float:
-        return latency(conv_model(side)) / latency(quantized_conv_model(SYMMETRIC, side))
-
-    assert gain(4) < 1 < gain(256)
 
 
 def test_pairs_on_constants_are_folded() -> None:
@@ -51,17 +43,6 @@ def test_noise_follows_the_seed_and_the_call(tmp_path: Path) -> None:
     noise = np.log(_samples(tmp_path, 2000, noise=0.05))
     assert math.isclose(noise.std(), 0.05, rel_tol=0.1)
     assert abs(np.corrcoef(noise[1:], noise[:-1])[0, 1]) < 0.1
-
-
-def test_a_fault_strikes_only_models_with_a_pair_at_that_node(tmp_path: Path) -> None:
-    engine = open_engine(EngineSpec("fake", {"faults": {"refuse": "con*"}}))
-    onnx.save(conv_model(), tmp_path / "float.onnx")
-    onnx.save(quantized_conv_model(SYMMETRIC), tmp_path / "quantized.onnx")
-    assert engine.build(tmp_path / "float.onnx", tmp_path / "log").time(IMAGE, 1) > 0
-    with pytest.raises(EngineFailure, match="no implementation"):
-        engine.build(tmp_path / "quantized.onnx", tmp_path / "log")
-    other = open_engine(EngineSpec("fake", {"faults": {"refuse": "matmul*"}}))
-    assert other.build(tmp_path / "quantized.onnx", tmp_path / "log").time(IMAGE, 1) > 0
 
 
 def test_fake_runs_fp8(tmp_path: Path) -> None:

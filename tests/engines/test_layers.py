@@ -193,26 +193,20 @@ def layer(*nodes: str, where: str = "", ms: float | None = None, kind: LayerKind
     return Layer("+".join(nodes), nodes, "FP32", ms, kind, elsewhere=where)
 
 
-def test_nodes_elsewhere_their_reasons_and_borders() -> None:
+def test_nodes_elsewhere_their_reasons_borders_and_time_with_copies() -> None:
     found = fallback(net(), (layer("a"), layer("b", where="on the CPU: no kernel"), layer("c")))
     assert found.nodes == 3
     assert [(left.node, left.reason) for left in found.left] == [("b", "on the CPU: no kernel")]
     assert found.borders == ("p", "q")
     assert found.in_words() == "1 of 3 nodes run elsewhere, 2 borders: b on the CPU: no kernel"
-
-
-def test_the_time_of_nodes_elsewhere_and_of_copies() -> None:
+    without = fallback(net(), (layer("a", where="on the CPU: x"), layer("c")))
+    assert without.borders == ("q",), "a node without layer is on the side of what it reads"
     copies = layer("copy", ms=0.25, kind="copy")
     found = fallback(net("N,4"), (layer("a", ms=1.0), copies, layer("b", "c", where="on the CPU: x", ms=0.5)))
     assert (found.nodes, found.ms) == (3, 0.75)
     assert found.in_words() == (
         "2 of 3 nodes run elsewhere, 1 border, 0.75 ms there and in copies: b and 1 more on the CPU: x"
     )
-
-
-def test_a_node_without_layer_is_on_the_side_of_what_it_reads() -> None:
-    found = fallback(net(), (layer("a", where="on the CPU: x"), layer("c")))
-    assert found.borders == ("q",)
 
 
 @pytest.mark.parametrize(

@@ -122,16 +122,6 @@ def test_a_file_is_built_once_unless_a_fresh_build_is_asked_for(tmp_path: Path, 
         assert runner.load(files.plain) not in (first, second)
 
 
-def test_a_round_is_the_same_in_whatever_call_it_is_taken(tmp_path: Path, files: SimpleNamespace) -> None:
-    """A round has its order from its own number: what comes before it changes nothing."""
-    with opened(tmp_path) as runner:
-        a, b = runner.load(files.plain), runner.load(files.large)
-        whole = raced(runner, a, b, 6, **ROUNDS)
-        assert whole == Measurement((latency(conv_model()),) * 6, (latency(conv_model(32)),) * 6)
-        first, rest = raced(runner, a, b, 2, **ROUNDS), raced(runner, a, b, 4, **ROUNDS | {"first_round": 2})
-        assert (first.a + rest.a, first.b + rest.b) == (whole.a, whole.b)
-
-
 def test_the_slower_model_fills_a_slot(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
         (slot,) = runner.turns([runner.load(files.plain), runner.load(files.large)], 0.01)

@@ -57,8 +57,8 @@ def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
     assert samples.a == samples.b  # a steady drift hits both sides alike
 
     later, later_slots = scripted("A", "B")
-    later.rounds((0, 1), 5, range(10, 12), [Turn(7, 2, 0.01)], 0)
-    assert ["".join(name for name, _ in later_slots[i : i + 4]) for i in (0, 4)] == orders[10:12]
+    later.rounds((0, 1), 5, range(10, 30), [Turn(7, 2, 0.01)], 0)
+    assert ["".join(name for name, _ in later_slots[i : i + 4]) for i in range(0, 80, 4)] == orders[10:30]
 
 
 def test_three_models_race_in_all_orders_and_back_again() -> None:

@@ -75,14 +75,6 @@ def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: s
         assert all(path.read_text() == "mine" for path in mine)
 
 
-def test_a_part_of_an_earlier_run_is_not_tuned_into_its_folder(call: Call, model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    tune(settings(model, builds=3, mode="subgraph"))
-    part = out / "subgraphs" / "group_001.onnx"
-    arguments = ["tune", part, *QUICK, "--mode", "subgraph", "--restart", "-o", out]
-    is_refused(call, tmp_path, "would overwrite", *arguments)
-
-
 @pytest.mark.parametrize(
     "words",
     [

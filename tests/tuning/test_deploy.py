@@ -15,13 +15,12 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from command_lines import QUICK
 from conftest import Call
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.errors import BadOption
 from qdqtune.tuning.deploy import DeploySettings, read_settings
-from runs import hopeless, mixed, write
+from runs import mixed, write
 from tensorrt_fakes import install
 from trtexec_stand_in import stand_in
 
@@ -75,15 +74,6 @@ def test_the_script_runs_what_a_real_engine_has_proven(engine: str, call: Call, 
         assert said(alone)[0].startswith(line)
     assert said(out / "deploy")[-1].startswith("median of 3 runs: ")
     assert said(out / "deploy", "--help")[0].startswith("usage: run.py ")
-
-
-def test_where_float_ships_the_settings_say_so(call: Call, tmp_path: Path) -> None:
-    model = write(hopeless(), tmp_path)
-    base = ("--calibration-data", model.with_suffix(".npz"), "-o", tmp_path / "out")
-    assert call("tune", model, *QUICK, *base)[0] == 3
-    settings = read_settings(tmp_path / "out")
-    assert (settings.shipped, settings.proven.ratio) == ("baseline", None)
-    assert "is the float model: nothing faster was proven" in settings.told
 
 
 def test_damaged_and_missing_settings_are_refused(tuned: Path, tmp_path: Path) -> None:

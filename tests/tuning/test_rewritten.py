@@ -52,7 +52,7 @@ def test_a_metric_is_asked_once_for_the_float_model(tmp_path: Path) -> None:
         assert calls.read_text() == "x"
 
 
-def test_rewrites_alone_ship_where_no_pair_pays(tmp_path: Path) -> None:
+def test_rewrites_alone_ship_where_no_pair_pays_and_are_verified_against_the_file_of_the_user(tmp_path: Path) -> None:
     asked = run(tmp_path, swishing(8))
     result = tune(asked)
     assert result.improved
@@ -69,11 +69,6 @@ def test_rewrites_alone_ship_where_no_pair_pays(tmp_path: Path) -> None:
     assert "what ships is the rewritten float model without pairs" in explained.headline
     assert "rewritten float, ms" in explained.table().columns
     assert "builds" in explained.ended
-
-
-def test_rewrites_are_verified_against_the_file_of_the_user(tmp_path: Path) -> None:
-    asked = run(tmp_path, swishing(8))
-    tune(asked)
     found = verify(VerifyOptions(folder=asked.output_dir))
     assert found.finding == "holds"
     assert found.comparison is not None

@@ -92,19 +92,6 @@ def test_values_are_found_again_in_their_order_and_every_line_is_json(path: Path
             store.get("ranges", float)
 
 
-def test_a_value_is_computed_once(path: Path) -> None:
-    asked = []
-
-    def compute() -> float:
-        asked.append(1)
-        return 2.5
-
-    for _ in range(2):
-        with Store(path, RUN) as store:
-            assert [store.memo("x", float, compute) for _ in range(2)] == [2.5] * 2
-    assert len(asked) == 1
-
-
 @pytest.mark.parametrize(("stage", "sessions"), [("build", 1), ("output", 1), ("timeout", 3), ("crash", 3)])
 def test_a_failure_takes_the_place_of_a_value_for_this_session_only_if_it_may_pass(
     path: Path, stage: Any, sessions: int

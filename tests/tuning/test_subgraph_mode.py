@@ -10,7 +10,6 @@ import pytest
 from conftest import Call
 from models import build, feeds, normal, run
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import subgraph_mode as prepare
@@ -73,11 +72,6 @@ def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
     code, _, said = call(*common)
     assert code == 2
     assert "made with graph json" in said
-
-
-def test_a_file_of_groups_is_for_this_mode(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match="`mode` subgraph"):
-        settings(tmp_path / "model.onnx", graph_json=tmp_path / "graph.json")
 
 
 def trt_run(folder: Path, program: str, **options: Any) -> Result:

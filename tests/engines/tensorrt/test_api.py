@@ -85,12 +85,10 @@ def test_a_model_is_built_and_computed(rig: Rig) -> None:
 def test_precisions_are_allowed_only_where_typing_is_weak(rig: Rig) -> None:
     rig.build(static(conv_model()))
     assert rig.trt.seen.config._flags == (["FP16"] if rig.version == "8.6.1" else [])
-    rig.build(static(quantized_conv_model(rig.open().numeric_format("int8"))))
+    numbers = rig.open().numeric_format("int8")
+    assert numbers.float_weights == (rig.version == "8.6.1")
+    rig.build(static(quantized_conv_model(numbers)))
     assert rig.trt.seen.config._flags == (["FP16", "INT8"] if rig.version == "8.6.1" else [])
-
-
-def test_numbers(rig: Rig) -> None:
-    assert rig.open().numeric_format("int8").float_weights == (rig.version == "8.6.1")
 
 
 def test_description_names_all_that_latency_depends_on(rig: Rig) -> None:

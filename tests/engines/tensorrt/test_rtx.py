@@ -168,16 +168,10 @@ def test_a_bad_model_is_refused_in_one_line_with_a_log(kind: str, tmp_path: Path
     assert ("node 'strange'" in str(refusal.value)) == (kind == "unknown operator")
 
 
-def test_external_data_beside_the_file_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    onnx.save(conv_model(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    built = engine(opt_shapes={"x": [1, 4, 8, 8]}).build(path, tmp_path / "log")
-    assert "conv" in precision_of(built.layers({}, 1))
-
-
 def test_builds_of_one_process_have_their_own_logs_and_layers(tmp_path: Path) -> None:
-    """TensorRT keeps the first logger of a process: all engines share it."""
-    onnx.save(conv_model(), tmp_path / "conv.onnx")
+    """TensorRT keeps the first logger of a process: all engines share it. One has its weights in a file beside it."""
+    beside = {"save_as_external_data": True, "location": "weights.bin", "size_threshold": 0}
+    onnx.save(conv_model(), tmp_path / "conv.onnx", **beside)
     onnx.save(matmul_model(), tmp_path / "matmul.onnx")
     first = engine(opt_shapes={"x": [1, 4, 8, 8]}).build(tmp_path / "conv.onnx", tmp_path / "conv.log")
     second = engine(opt_shapes={"x": [1, 16]}).build(tmp_path / "matmul.onnx", tmp_path / "matmul.log")

@@ -193,25 +193,18 @@ def test_user_arguments_take_precedence_and_are_passed_once(tmp_path: Path, quan
 
 
 @pytest.mark.parametrize("version", ["8.6", "10.16"])
-def test_types_of_single_layers_are_the_builders_where_it_chooses_types(
+def test_types_of_single_layers_and_the_former_flag_for_scratch_memory_are_understood(
     tmp_path: Path, quantized: Path, version: str
 ) -> None:
-    constraints = "--precisionConstraints=obey --layerPrecisions=conv:fp32"
-    engine = create(stand_in(tmp_path, version), trtexec_args=constraints)
+    arguments = "--precisionConstraints=obey --layerPrecisions=conv:fp32"
+    engine = create(stand_in(tmp_path, version), trtexec_args=f"--workspace=4096 {arguments}", workspace_mb=64)
     engine.build(quantized, tmp_path / "build.log")
     (build,) = calls(tmp_path)
     assert build.items() >= {"fp16": "", "int8": "", "layerPrecisions": "conv:fp32"}.items()
     assert "stronglyTyped" not in build, "with it all types come from the graph"
     assert engine.describe()["typing"] == "weak"
-
-
-@pytest.mark.parametrize("version", ["8.6", "11.1"])
-def test_the_former_flag_for_scratch_memory_is_understood(tmp_path: Path, quantized: Path, version: str) -> None:
-    engine = create(stand_in(tmp_path, version), trtexec_args="--workspace=4096 --verbose", workspace_mb=64)
-    engine.build(quantized, tmp_path / "build.log")
-    (build,) = calls(tmp_path)
     assert build["memPoolSize"] == "workspace:4096"
-    assert engine.describe()["arguments"] == "--memPoolSize=workspace:4096 --verbose"
+    assert engine.describe()["arguments"] == f"--memPoolSize=workspace:4096 {arguments}"
 
 
 @pytest.mark.parametrize(
