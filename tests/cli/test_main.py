@@ -155,7 +155,7 @@ def test_ctrl_c_is_code_130_and_the_same_command_goes_on(model, tmp_path, call):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out) == (main.INTERRUPTED, b"")
-    said = "interrupted: the same command goes on from what was measured"
+    said = "interrupted: the same command goes on from what was measured; an unfinished calibration begins anew"
     assert err.decode().splitlines()[-1] == said
     assert b"Traceback" not in err
     code, _, again = call(*command)

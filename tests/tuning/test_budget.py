@@ -31,7 +31,7 @@ from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import search, slowdown, tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.run import NO_ROOM, Budget, Run
+from qdqtune.tuning.run import Budget, Run
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import GOES_ON
 from qdqtune.tuning.subject import SamplesInTime
@@ -290,13 +290,13 @@ def test_percentiles_are_left_out_before_a_build_where_time_is_over(
     result, _ = slow_run(model, workers, 0.2, 60.0)
     assert result.shipped == "tuned"
     assert not asked
-    assert ("p90, p99 of single inferences", "", f"not measured ({NO_ROOM})") in [
+    assert ("p90, p99 of single inferences", "", "not measured (no time was left)") in [
         row.cells for row in result_rows(result.summary)
     ]
     for _ in range(2):  # what cannot be told is not asked for again
         result, _ = slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
         assert len(asked) == 1
-        assert result.summary["percentiles_missing"] == "a hundred inferences take too long here"
+        assert result.summary["percentiles_missing"] == "a hundred inferences take too long"
 
 
 def budget(seconds: float | None, latency: float, build: float = 1.0, *, has_other_float: bool = False) -> Budget:

@@ -79,7 +79,7 @@ def run(options: TuneArguments, listener: Observer | None = None) -> int:
             result = estimate(settings, heard) if options.dry_run else tune(settings, heard, begun())
     except KeyboardInterrupt:
         without = " without --restart" if settings.restart else ""
-        kept = f"the same command{without} goes on from what was measured"
+        kept = f"the same command{without} goes on from what was measured; an unfinished calibration begins anew"
         say("interrupted" if options.dry_run else f"interrupted: {kept}")
         return INTERRUPTED
     if isinstance(result, Estimate):

@@ -32,7 +32,7 @@ from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.proof import Proof, write_placement_of
-from qdqtune.tuning.run import NO_ROOM, Run
+from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import UNDECIDED, advise, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
 from qdqtune.tuning.store import Caveat, Shipped, job_of, plain
 from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, RunLog
@@ -277,7 +277,9 @@ def _percentiles(proof: Proof, run: Run, summary: Mapping[str, Any]) -> dict[str
     tails = run.store.memo(key, tuple[tuple[Tail, ...], ...], measured, caveat)
     of_files = {name: tail for name, (tail,) in zip(("baseline", "final"), tails, strict=False)}
     if not of_files:
-        return {"percentiles_missing": NO_ROOM if caveat.is_hurried else "a hundred inferences take too long here"}
+        return {
+            "percentiles_missing": "no time was left" if caveat.is_hurried else "a hundred inferences take too long"
+        }
     if len(run.subject.mix) == 1 and not all(t.fits(summary[f"{file}_ms"]) for file, t in of_files.items()):
         return {"percentiles_missing": BUSIER}
     return {"percentiles_ms": {file: asdict(tail) for file, tail in of_files.items()}}

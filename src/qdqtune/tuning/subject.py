@@ -306,12 +306,9 @@ class SamplesInTime:
     ) -> SamplesInTime:
         """The samples of a calibration in a run that must end at `ends`, if at all: its passes may take `share` of the
         remaining time; the correction of biases, `share` of what is left then."""
-        until = part_of(ends, share)
-        if ends is None:
-            return SamplesInTime(prepared.calibration, until, 1, observer)
-        tensors = candidate_tensors(prepared.shaped)
-        count = passes(prepared.shaped, tensors, prepared.calibration, prepared.execution)
-        return SamplesInTime(prepared.calibration, until, count, observer, ends=ends, share=share)
+        until, source, model = part_of(ends, share), prepared.calibration, prepared.shaped
+        count = 1 if ends is None else passes(model, candidate_tensors(model), source, prepared.execution)
+        return SamplesInTime(source, until, count, observer, ends=ends, share=share)
 
     def __call__(self) -> Iterator[Sample]:
         started, read = time.monotonic(), 0
