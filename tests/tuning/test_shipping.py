@@ -174,10 +174,8 @@ def test_finalists_are_the_best_of_the_search_and_then_the_fastest_that_hold_the
 @pytest.mark.parametrize(
     ("to_fast", "db", "more", "ships"),
     [
-        ([at(1.04, spread=0.05)], 27.0, {}, True),  # noise may be the difference
-        ([at(1.04)], 27.0, {}, False),
+        ([at(1.04, spread=0.05)], 27.0, {}, False),  # noise may be the difference, but speed is what was asked for
         ([at(1.015, spread=0.005)], 27.0, {}, True),  # slower beyond noise, but hardly
-        ([at(1.06, spread=0.1)], 27.0, {}, False),
         ([at(1.0), at(1.04, 4)], 27.0, {}, False),
         ([at(1.0)], 21.9, {}, False),
         ([at(1.0)], 21.9, {"nbytes": 90}, True),
@@ -188,7 +186,7 @@ def test_finalists_are_the_best_of_the_search_and_then_the_fastest_that_hold_the
         ([], 27.0, {}, False),  # of another race, with medians that are too far apart
     ],
 )
-def test_of_files_equal_within_noise_the_more_accurate_ships_and_then_the_smaller(
+def test_of_files_equally_fast_the_more_accurate_ships_and_then_the_smaller(
     to_fast: list[Compared], db: float, more: dict[str, Any], ships: bool
 ) -> None:
     fast = tried(0.5, 1, trial=trial(1, 0.5, 21.0), nbytes=100)

@@ -103,8 +103,7 @@ FINALISTS, MOST_FINALISTS = 2, 5
 but slower under another. Chosen, not measured."""
 
 NEAR_BEST = 1.05
-"""Placements within this factor of the best one's latency race with it in the proof, and may ship in its place if noise
-could explain the difference. Chosen, not measured."""
+"""Placements within this factor of the best one's latency race with it in the proof. Chosen, not measured."""
 
 
 # ---------------------------------------------------------------- which candidate is the best so far, and ties
@@ -204,12 +203,10 @@ class Attempt:
         return first_faster(self.to_float).ratio
 
     def is_as_fast(self, fastest: Attempt) -> bool:
-        """Whether it is not slower than the fastest file beyond noise: by at most `ALIKE`, or in the same rounds by at
-        most `NEAR_BEST`, with an interval that reaches 1."""
+        """Whether it takes at most `ALIKE` longer than the fastest file, in the same rounds if there are any."""
         if fastest.placement not in self.to_rivals:
             return self.ratio.median <= ALIKE * fastest.ratio.median
-        ratios = [compared.ratio for compared in self.to_rivals[fastest.placement]]
-        return all(r.median <= (ALIKE if r.verdict == "slower" else NEAR_BEST) for r in ratios)
+        return all(compared.ratio.median <= ALIKE for compared in self.to_rivals[fastest.placement])
 
     @property
     def verdict(self) -> AttemptVerdict:
