@@ -28,10 +28,11 @@ def model(tmp_path: Path) -> Path:
 def test_one_command_writes_a_file_and_says_what_it_cost(call: Call, model: Path) -> None:
     code, out, err = call("quantize", model, *RUN, model.with_suffix(".npz"))
     target = model.with_suffix(".qdq.onnx")
-    first, second, third = out.splitlines()
+    first, sizes, second, third = out.splitlines()
     pairs = count_pairs(read_placement(load(model), load(target)).placement)
     assert code == 0
     assert first == f"{target}: {pairs} tensors with a Q/DQ pair (INT8 as openvino wants it)"
+    assert sizes.endswith(f" of the float model's {model.stat().st_size / 1e3:.1f} kB")
     assert second.startswith("output SQNR ")
     assert second.endswith(", on 3 samples")
     assert third.startswith("no scores of classes recognised in ")
@@ -110,7 +111,7 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
     path, target = write(build(net, weights), tmp_path), tmp_path / "w4.onnx"
     code, out, _ = call("quantize", path, "--weight-only", "w4", "--nodes-to-exclude", "c", "-o", target)
     assert code == 0
-    assert f"{target}: weights stored in fewer bits: 2 as w4b32a; " in out
+    assert f"{target}: weights stored in fewer bits: 2 as w4b32a\n" in out
     assert {e.node: s.name for e, s in read_placement(load(path), load(target)).placement.weight_only} == {
         "a": "w4b32a",
         "b": "w4b32a",

@@ -125,6 +125,22 @@ def test_a_model_that_computes_in_integers_already(tmp_path: Path) -> None:
         quantize(request(path))
 
 
+@pytest.mark.parametrize(("excluded", "grows"), [([], False), (["p", "q"], True)])
+def test_a_file_that_grows_as_its_weights_were_in_8_bits_is_told(
+    excluded: list[str], grows: bool, tmp_path: Path
+) -> None:
+    text = """g (float[8,128] x) => (float[8,128] y) {
+        a = Cast <to=1> (v) b = Mul(a, s) c = Cast <to=1> (w) d = Mul(c, s)
+        [p] m = MatMul(x, b) [q] n = MatMul(m, d) [r] y = MatMul(n, d)
+    }"""
+    weights = {name: np.int8(normal(128, 128, seed=i) * 30) for i, name in enumerate("vw")}
+    path = write(build(text, weights | {"s": np.float32(0.01)}), tmp_path)
+    done = quantize(request(path, engine="onnxruntime", nodes_to_exclude=excluded))
+    assert (
+        any("the new file is larger: model.onnx stores weights in fewer bits" in note for note in done.notes) == grows
+    )
+
+
 def test_a_fixed_input_is_none_of_the_file(tmp_path: Path) -> None:
     text = "net (float[4,32] x, float[32] g) => (float[4,32] y) { h = MatMul(x, w) y = Mul(h, g) }"
     path = write(build(text, {"w": normal(32, 32)}), tmp_path)

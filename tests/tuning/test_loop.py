@@ -92,6 +92,8 @@ class TestAnImprovement:
         assert summary["ratio_low"] <= summary["ratio"] <= summary["ratio_high"] < 1
         assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(summary["ratio"])
         assert summary["baseline_ms"] == pytest.approx(1e3 * cost(improved))
+        files = {"baseline": improved, "final": out(improved, "optimized_final.onnx")}
+        assert summary["file_bytes"] == {name: file.stat().st_size for name, file in files.items()}
         assert summary["trials"] == len(result.history)
         assert summary["builds"] == 1 + len(result.history) <= 32
         assert summary["proof_builds"] == PROOF_BUILDS

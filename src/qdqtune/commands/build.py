@@ -13,6 +13,7 @@ from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.options import timing_cache
 from qdqtune.errors import EngineFailure
+from qdqtune.explanation.formatting import size
 from qdqtune.graph.loading import read
 from qdqtune.graph.saving import model_outputs
 from qdqtune.options import OUTPUT, REQUIRED, File
@@ -51,8 +52,8 @@ class Artifact(Shown):
     seconds: float
 
     def in_words(self) -> str:
-        written, size = " and ".join(map(str, self.files)), f"{self.nbytes / 1e6:.1f} MB"
-        return f"{written}: {facts_of(self.engine).saves}, {size}, built in {self.seconds:.1f} s"
+        files = " and ".join(map(str, self.files))
+        return f"{files}: {facts_of(self.engine).saves}, {size(self.nbytes)}, built in {self.seconds:.1f} s"
 
     def to_dict(self) -> dict[str, Any]:
         files = [str(file) for file in self.files]

@@ -32,10 +32,10 @@ from qdqtune.engines.formats import numeric_format, portable, weight_formats_lik
 from qdqtune.engines.options import TIME_LIMIT_OPTION
 from qdqtune.engines.runner import Handle, Runner, checked_output, temporary_runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure, EngineRefused, rewording
-from qdqtune.explanation.formatting import counted, placed, samples
+from qdqtune.explanation.formatting import counted, placed, samples, size
 from qdqtune.graph.float16 import Precision, converted, load_for
 from qdqtune.graph.inference import with_input_shapes
-from qdqtune.graph.loading import load, nbytes
+from qdqtune.graph.loading import growth, load, nbytes
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import integer_operators
 from qdqtune.graph.rewrites import Rewrites, allowed
@@ -301,6 +301,8 @@ class Quantized(Shown):
     """Whether all outputs of both models are finite."""
     matched: CacheRanges | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
+    file_bytes: tuple[int, int] = (1, 1)
+    """The sizes of the float model's file and of the written one."""
 
     @property
     def metric(self) -> tuple[float, float] | None:
@@ -332,8 +334,9 @@ class Quantized(Shown):
             yield f"{self.output}: {placed(self.placed.placement)} ({numbers})"
         else:
             kinds = ", ".join(f"{count} as {name}" for name, count in self.placed.counts)
-            size = nbytes(self.output) / nbytes(Path(str(self.options.model)))
-            yield f"{self.output}: weights stored in fewer bits: {kinds}; {size:.0%} of the file's size"
+            yield f"{self.output}: weights stored in fewer bits: {kinds}"
+        before, after = self.file_bytes
+        yield f"file size {size(after)}, {after / before:.0%} of the float model's {size(before)}"
         if not self.judged:
             yield "not compared with the float model: give --calibration-data for that"
         else:
@@ -360,6 +363,7 @@ class Quantized(Shown):
             "quant_type": self.options.quant_type,
             **({"weight_only": dict(self.placed.counts)} if self.options.weight_only else {}),
             "output": str(self.output),
+            "file_bytes": dict(zip(("baseline", "final"), self.file_bytes, strict=True)),
             "edges": len(self.placed.placement),
             "rules": dict(self.placed.counts),
             "output_sqnr_db": self.sqnr_db,
@@ -446,8 +450,8 @@ def _quantized(options: QuantizeOptions, observer: Observer, execution: Executio
         except EngineFailure as error:
             done = replace(done, notes=(*done.notes, f"no report of single tensors: {error}"))
     told = (f"calibration was cut short: {why}; a larger `time_budget` takes all" for why in hurried)
-    notes = (*ready.notes, *done.notes, *told)
-    return replace(done, notes=notes, matched=ready.matched)
+    notes = (*ready.notes, *done.notes, *told, *filter(None, [growth(path, options.target)]))
+    return replace(done, notes=notes, matched=ready.matched, file_bytes=(nbytes(path), nbytes(options.target)))
 
 
 def _check_options(options: QuantizeOptions) -> None:

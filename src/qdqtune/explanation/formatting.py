@@ -34,6 +34,10 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
+def size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"
+
+
 def samples(count: int, is_held_out: bool) -> str:
     """On how many samples outputs were compared, and whether these were held out of calibration."""
     return counted(count, "held-out sample" if is_held_out else "sample")

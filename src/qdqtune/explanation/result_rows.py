@@ -8,7 +8,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qdqtune.explanation.formatting import counted, samples, title
+from qdqtune.explanation.formatting import counted, samples, size, title
 from qdqtune.numerics.accuracy import closeness, decibels, integers_differ, spread_of
 from qdqtune.numerics.scores import ERROR
 from qdqtune.timing.ratios import Ratio, speed
@@ -103,6 +103,8 @@ def result_rows(summary: Mapping[str, Any]) -> list[Row]:
         rows.append(Row("  of these activations in 16 bits", "", f"{bits['tensors_16']} of {bits['tensors']}"))
     if weights:
         rows.append(Row("weights in fewer bits", "0", "; ".join(starmap(_weights_in_words, weights.items()))))
+    if file_bytes := summary.get("file_bytes"):
+        rows.append(Row("file size", size(file_bytes["baseline"]), size(file_bytes["final"])))
     if tells_accuracy(summary):
         judged = Accuracy(**(summary["output_accuracy"] or {}))
         if not integers_differ(judged.sqnr_db, judged.agreement):

@@ -11,7 +11,6 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,9 +20,9 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, TensorProto, inliner, numpy_helper, version_converter
 
 from qdqtune.errors import BadModel, check_file, reading
-from qdqtune.graph.constants import DENSE, inner_tensors, replace, settle, take_external
+from qdqtune.graph.constants import DENSE, SIZED, inner_tensors, replace, settle, take_external
 from qdqtune.graph.inference import INFERENCE_ERRORS, infer, with_large_inputs, without_large_inputs
-from qdqtune.graph.model import DEFAULT, Constant, Model, bodies, captured, graphs, size_of
+from qdqtune.graph.model import DEFAULT, LARGE_BYTES, Constant, Model, bodies, captured, graphs, size_of
 from qdqtune.graph.simplifying import UniqueNames, drop_identities, drop_unused
 from qdqtune.graph.simplifying import fix_inputs as fix
 from qdqtune.system.checks import Content, stamp
@@ -173,20 +172,31 @@ def data_files(path: Path) -> tuple[str, ...]:
 
 
 def nbytes(model: Path) -> int:
-    _, outside = _outside(Content(model, stamp(model)))  # first: it says why a file cannot be read
+    outside = _outside(Content(model, stamp(model)))[1]  # first: it says why a file cannot be read
     return model.stat().st_size + outside
 
 
+def growth(model: Path, written: Path) -> str | None:
+    """A note if a model's new version is a tenth larger or more, and its file stores numbers of less than 32 bits."""
+    if nbytes(written) <= 1.1 * nbytes(model) or not _outside(Content(model, stamp(model)))[2]:
+        return None
+    return f"the new file is larger: {model.name} stores weights in fewer bits, and some of them are float32 now"
+
+
 @lru_cache(maxsize=64)
-def _outside(file: Content) -> tuple[tuple[str, ...], int]:
-    """The names of a model's external data files, and the bytes that the model reads from them."""
+def _outside(file: Content) -> tuple[tuple[str, ...], int, bool]:
+    """The names of a model's external data files, the bytes that the model reads from them, and whether it holds large
+    constants of numbers of less than 32 bits."""
     proto = read(file.path)
-    tensors = chain(proto.graph.initializer, inner_tensors(proto))
+    tensors = [*proto.graph.initializer, *inner_tensors(proto)]
     named = {e.value for t in tensors for e in t.external_data if e.key == "location"}
     outside = (t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL)
     size = sum(size_of(t.data_type, t.dims) for t in outside)
     # Loading the model refuses names that no file can have.
-    return tuple(sorted(name for name in named if isinstance(name, str) and "\0" not in name)), size
+    names = tuple(sorted(name for name in named if isinstance(name, str) and "\0" not in name))
+    numbers = [t for t in tensors if t.data_type in SIZED - {TensorProto.BOOL}]
+    narrow = (t for t in numbers if size_of(t.data_type, [8]) < 32)
+    return names, size, any(size_of(t.data_type, t.dims) >= LARGE_BYTES for t in narrow)
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:

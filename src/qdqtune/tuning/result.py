@@ -15,7 +15,7 @@ from qdqtune.calibration.inputs import input_specs
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import this_machine
 from qdqtune.errors import BadOption, BadState, EngineRefused
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import growth, load, nbytes
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import files
@@ -90,12 +90,15 @@ def conclude(
     )
     files.write_yaml(pattern_cache_of(settings.state), cache.content_of(schemes), "record")
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
-    left = list(filter(None, [settings.engine.facts.unwatched]))
+    final, given = settings.output_dir / FINAL, settings.model
+    baseline = settings.output_dir / BASELINE if settings.from_qdq else given
+    summary["file_bytes"] = {"baseline": nbytes(baseline), "final": nbytes(final)}
+    left = list(filter(None, [settings.engine.facts.unwatched, growth(given, final)]))
     summary |= _percentiles(proof, run, summary)
     is_built = any(trial.placement == proof.in_file for trial in history)
     built = proof.in_file if is_built else Placement()
     if settings.engine.facts.source:
-        found = fallback(load(settings.output_dir / FINAL), run.bench.layers(built))
+        found = fallback(load(final), run.bench.layers(built))
         summary["fallback"] = asdict(found)
         left.append(found.in_words())
     else:

@@ -125,6 +125,7 @@ class Summary(TypedDict):
     ratio_to_given: Positive | None
     by_threads: list[AtThreads]
     workloads: NotRequired[list[OnWorkload]]
+    file_bytes: NotRequired[dict[Literal["baseline", "final"], Count]]
     percentiles_ms: NotRequired[dict[str, dict[Literal["p90", "p99"], Positive]]]
     percentiles_missing: NotRequired[str]
     builds: Count
