@@ -2,13 +2,16 @@
 
 import json
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
 
-from models import build
+from models import build, normal
 from qdqtune.commands import inspect
 from qdqtune.search.regions import discovery, patterns
+from qdqtune.tuning.result import spent_on_sizes
+from qdqtune.types import Layer
 from region_models import Network
 
 
@@ -52,6 +55,19 @@ def test_the_overview_tells_what_a_model_holds_and_what_keeps_it_from_8_bits(tmp
         "notes": ["2 nodes in the bodies of If stay in float; if on decides, `fix_inputs` on=VALUE may bring them out"],
     }
     assert inspection.overview()[-2].startswith("8 bits   1 of 1 ")
+
+
+def test_nodes_that_are_constant_but_for_an_open_batch_are_told(tmp_path):
+    text = """g (float[N,3,8,8] x) => (float[N,3,8,8] y) {
+        s = Shape(x) b = Shape <end=1> (x) c = Concat <axis=0> (b, rest)
+        e = Expand(t, c) [resized] r = Resize <mode="cubic"> (e, , , s) y = Add(x, r)
+    }"""
+    model = build(text, {"t": normal(1, 3, 4, 4), "rest": np.array([3, 4, 4])})
+    told = inspect.overview_of(model)["notes"]
+    assert any(note.startswith("each inference computes 1 node (Resize) from sizes alone: ") for note in told)
+    layers = [Layer("a", ("resized",), "float32", 3.0, "compute"), Layer("b", ("n",), "float32", 7.0, "compute")]
+    assert str(spent_on_sizes(model, layers)).startswith("3 of 10 ms are spent on nodes that read constants and sizes")
+    assert spent_on_sizes(model, layers[1:]) is None
 
 
 def test_an_input_of_one_value_may_decide_an_if():

@@ -17,6 +17,7 @@ from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines.facts import ENGINES
 from qdqtune.explanation.formatting import counted
+from qdqtune.graph.inference import FIXING, known_sizes_computed, waiting_for_sizes
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model, graphs, opset_of
 from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW
@@ -130,6 +131,9 @@ def overview_of(model: Model) -> dict[str, Any]:
         deciding = deciding_inputs(model)
         advice = f"; if {deciding[0]} decides, `fix_inputs` {deciding[0]}=VALUE may bring them out" if deciding else ""
         notes.append(f"{counted(inside, 'node')} in the bodies of {kinds} stay in float{advice}")
+    if waiting := waiting_for_sizes(known_sizes_computed(model)):
+        ops = ", ".join(sorted({node.op for node in waiting}))
+        notes.append(f"each inference computes {counted(len(waiting), 'node')} ({ops}) from sizes alone: {FIXING}")
     for reason, count in Counter(filter(None, refusals)).items():
         notes.append(f"{counted(count, 'product')} cannot: {reason}")
     return {

@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
 
 
 def size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
 
 
 def samples(count: int, is_held_out: bool) -> str:

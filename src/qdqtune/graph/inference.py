@@ -19,7 +19,7 @@ from onnx import ModelProto, numpy_helper
 from qdqtune.errors import BadModel, BadOption, one_line
 from qdqtune.graph.constants import SIZED, replace
 from qdqtune.graph.model import LARGE_BYTES, Constant, Model, Node, TensorInfo, rebuild
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES, RANDOM
+from qdqtune.graph.operators import ARITHMETIC, ASKS_SHAPE, COMPUTE, COPIES, RANDOM, is_float
 from qdqtune.graph.simplifying import FAILURES, alone, computed, drop_unused, evaluated
 from qdqtune.types import Array
 
@@ -96,6 +96,20 @@ def made_of_constants(model: Model, free: Collection[str] = ()) -> set[str]:
             constants.update(node.outputs)
             results.update(node.outputs)
     return results
+
+
+FIXING = "with the open sizes fixed (python -m onnxruntime.tools.make_dynamic_shape_fixed) they would be constants"
+"""What users can do about nodes that are `waiting_for_sizes`."""
+
+
+def waiting_for_sizes(model: Model) -> list[Node]:
+    """The nodes that compute floats from constants and open sizes alone, so that every inference computes them again;
+    without those that only copy."""
+    if all(is_sized(model.tensors.get(t)) for t in model.inputs):
+        return []
+    waiting = made_of_constants(model, ASKS_SHAPE) - made_of_constants(model)
+    floats = {t for t in waiting if is_float(model, t) and len(model.tensors[t].shape or ()) > 1}
+    return [n for n in model.nodes if not floats.isdisjoint(n.outputs) and n.op not in COPIES | {"Expand"}]
 
 
 def decided(model: Model, most: int = MOST_COMPUTED_BYTES) -> tuple[dict[str, TensorInfo], dict[str, Constant]]:

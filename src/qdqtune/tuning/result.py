@@ -15,7 +15,9 @@ from qdqtune.calibration.inputs import input_specs
 from qdqtune.engines.fallback import fallback
 from qdqtune.engines.machine import this_machine
 from qdqtune.errors import BadOption, BadState, EngineRefused
+from qdqtune.graph.inference import FIXING, waiting_for_sizes
 from qdqtune.graph.loading import growth, load, nbytes
+from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.scores import equal_share
 from qdqtune.placement import files
@@ -36,8 +38,11 @@ from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import UNDECIDED, advise, beside_rules, rows_by_threads, rows_by_workload, slower_workloads
 from qdqtune.tuning.store import Caveat, Shipped, job_of, plain
 from qdqtune.tuning.summary import FORMAT, Bits, LoggedTrial, RunLog
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Layer, Placement, Trial
 from qdqtune.version import __version__
+
+NOTICEABLE = 0.02
+"""Nodes that take a smaller share of the time are not worth a note. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +103,13 @@ def conclude(
     is_built = any(trial.placement == proof.in_file for trial in history)
     built = proof.in_file if is_built else Placement()
     if settings.engine.facts.source:
-        found = fallback(load(final), run.bench.layers(built))
+        layers = run.bench.layers(built)
+        found = fallback(load(final), layers)
         summary["fallback"] = asdict(found)
         left.append(found.in_words())
     else:
-        run.bench.layers(built, run.budget.lacks)  # kept in the state file for the report
+        layers = run.bench.layers(built, run.budget.lacks)  # kept in the state file for the report
+    left += filter(None, [spent_on_sizes(subject.model, layers)])
     summary["seconds"] = round(log.seconds, 3)
     facts = [*left, *subject.notes, *of_mode, *proof.notes, *_doubts(history, proof, run, shortfall)]
     notes = advise(facts, is_cut_short=bool(subject.hurried))
@@ -186,6 +193,16 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     if proof.shipped == "tuned" and run.subject.rules_placement:
         doubts.append(beside_rules(proof.in_file, run.subject.rules_placement, history, settings.plan))
     yield from filter(None, doubts)
+
+
+def spent_on_sizes(model: Model, layers: Sequence[Layer]) -> str | None:
+    """A note if nodes that would be constants with fixed sizes take a noticeable part of the time."""
+    names = {node.name for node in waiting_for_sizes(model)}
+    whole = sum(layer.time_ms or 0.0 for layer in layers)
+    spent = sum(layer.time_ms or 0.0 for layer in layers if layer.nodes and names.issuperset(layer.nodes))
+    if spent <= NOTICEABLE * whole:
+        return None
+    return f"{spent:.3g} of {whole:.3g} ms are spent on nodes that read constants and sizes alone: {FIXING}"
 
 
 def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]:
