@@ -261,7 +261,7 @@ def test_where_no_build_with_a_unit_in_8_bits_was_as_fast_as_float_the_best_of_t
     vars(run)["history"] = (replace(run.history[0], layers=ran("a", "b", a=1.05, b=1.55, c=1.0)),)
     row, slower = (by_name(explanations(run))[name] for name in ("a", "b"))
     assert (slower.reason, slower.more_ms) == ("slower in 8 bits", None)
-    assert slower.detail == "in 8 bits it is estimated to make the model clearly slower"
+    assert slower.detail == "in 8 bits it is estimated to make the model slower; no build shows by how much"
     assert (row.reason, row.more_ms) == ("slower together", None)
     assert row.detail == "with 1 other node in 8 bits the model was 0.83x as fast as float when tried"
 
@@ -362,6 +362,12 @@ def test_what_this_engine_always_computes_in_float_has_no_kernel_whatever_candid
     assert rows["a"].why.startswith("8-bit product, scales of its input found at each run (d8): part of")
     assert (rows["c"].nodes, rows["c"].state, rows["c"].precision) == (("b", "c"), "float", "fp32")
     assert rows["c"].why == "no kernel for this operator: this engine computes Tanh in float, with or without pairs"
+    vars(run).update(float_layers=ran(a=1.0, b=1.0, c=1.0))
+    vars(run)["summary"] |= {"shipped": "tuned"}
+    del vars(run)["float_spent"]
+    product_row, bias = (by_name(explanations(run))[name] for name in ("a", "b"))
+    assert (bias.state, bias.why) == ("8 bits, dynamic", "the kernel of a computes it too, in float")
+    assert (product_row.source, product_row.more_ms) == ("measured", pytest.approx(0.8))
 
 
 def test_a_refused_candidate_of_undecided_speed_is_told_as_inaccurate_and_not_as_slower(

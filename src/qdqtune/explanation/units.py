@@ -7,8 +7,8 @@ of a single small one is lost in noise. The first of these facts that is availab
 
 1. structure and engine: no kernel reads 8 bits there, or the user has excluded it;
 2. a candidate that was timed against the file that ships and differs in these units alone: its latency, "measured";
-3. costs derived from the layer times of all builds (`search.costs.prices`): the difference is "estimated". Costs that
-   no build shows are guessed low: if 8 bits are slower even then, they are slower, but no figure is given;
+3. costs derived from the layer times of all builds (`search.costs.prices`): the difference is "estimated". If
+   that depends on costs that no build shows, no figure is given;
 4. the limits on accuracy, where 8 bits would be faster, or the times are unknown;
 5. a candidate that was faster than the file that ships, but missed a limit or was not proven: estimates of single units
    do not tell what many save together;
@@ -18,7 +18,7 @@ of a single small one is lost in noise. The first of these facts that is availab
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -44,7 +44,7 @@ from qdqtune.search.cut import CutSearch
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import is_wide, judge, speed, with_ratios
 from qdqtune.tuning.finished import FinishedRun
-from qdqtune.types import Layer, Placement, Trial, WeightFormat, sqnr_of
+from qdqtune.types import Edge, Layer, Placement, Trial, WeightFormat, sqnr_of
 
 Reason = Literal[
     "",
@@ -71,9 +71,8 @@ NOISE = 0.02
 """Relative changes of the latency up to this count as noise: builds of the same file differ as much."""
 
 CLEAR = 0.05
-"""An estimated change gets a figure, or counts as slower, above this share of the latency or the uncertainty of the
-run's comparisons, whichever is larger. Chosen, not measured."""
-
+"""An estimated change counts above this share of the latency or the uncertainty of the run's comparisons, whichever is
+larger. Chosen, not measured."""
 
 APART = 0.15
 """If times of like nodes differ by more than this share of the latency, something disturbed the run: undisturbed runs
@@ -121,23 +120,22 @@ def and_others(alike: int) -> str:
 
 
 def _estimated(alike: int, change: float, most: float, is_guess: bool, source: str = "estimated") -> str:
-    """A text about a relative `change` of the latency, up to `most` of it noise; without a figure if more
-    than that `is_guess`."""
-    amount = "clearly" if is_guess and abs(change) > most else f"{abs(change):.0%}"
-    effect = f"make the model {amount} {'slower' if change > 0 else 'faster'}"
-    effect += f"; this run's noise is {most:.0%}" * (abs(change) <= most)
-    if abs(change) <= NOISE:
-        effect = (
-            f"{'save' if is_guess else 'change the latency by'} less than {NOISE:.0%}{' of the latency' * is_guess}"
-        )
+    """A text about a relative `change` of the latency, up to `most` of it noise; without a figure if it `is_guess`, as
+    guesses may be many times too high."""
+    effect = f"{'save' if is_guess else 'change the latency by'} less than {NOISE:.0%}{' of the latency' * is_guess}"
+    if abs(change) > NOISE:
+        amount, doubt = f"{abs(change):.0%} ", f"this run's noise is {most:.0%}"
+        if is_guess:
+            amount, doubt = "", "no build shows by how much"
+        effect = f"make the model {amount}{'slower' if change > 0 else 'faster'}; {doubt}"
     return f"{and_others(alike)} {'are' if alike else 'is'} {source} to {effect}"
 
 
 def tally(rows: Iterable[Explanation]) -> tuple[Explanation, ...]:
     """One row for each state and reason, with the nodes and times of all its units; the longest time first."""
-    groups: dict[tuple[str, Reason], list[Explanation]] = {}
+    groups = defaultdict[tuple[str, Reason], list[Explanation]](list)
     for row in sorted(rows, key=lambda row: -(row.ms or 0.0)):
-        groups.setdefault((row.state, row.reason), []).append(row)
+        groups[row.state, row.reason].append(row)
     sums = []
     for members in groups.values():
         nodes = tuple(name for row in members for name in row.nodes)
@@ -181,6 +179,10 @@ class _Table:
         states |= {n: "8 bits" for n in quantized if not self._without_kernel(self.parts.units[n])}
         formats = {number: weight_format.name for number, weight_format in self._decision.weight_formats}
         self._states = states | reported | formats
+        for layer in run.shipped_layers:  # the kernel of a product with a weight format adds its bias, in float
+            owners = {self.parts.owner[name] for name in layer.nodes if name in self.parts.owner}
+            for product in owners & formats.keys():
+                self._states |= {n: formats[product] for n in owners - quantized if self._states[n] == "8 bits"}
         self._twins = defaultdict[str, frozenset[int]](frozenset)
         """Numbers of the units in float that could be in 8 bits, by kind (equal operators and shapes)."""
         for unit in self.parts.units:
@@ -221,10 +223,9 @@ class _Table:
             conversion_ms=sum(run.spent[name].conversions for name in names) if run.spent else 0.0,
         )
         slower = self._slower_here(row)
-        elsewhere = [layer.elsewhere for layer in ran if layer.elsewhere]
-        if elsewhere:
-            detail = f"it runs {elsewhere[0]}"
-            return replace(row, state="elsewhere", reason="no kernel for this operator", detail=detail)
+        where = next((layer.elsewhere for layer in ran if layer.elsewhere), "")
+        if where:
+            return replace(row, state="elsewhere", reason="no kernel for this operator", detail=f"it runs {where}")
         if ran and all(layer.kind == "folded" for layer in ran):
             return replace(row, state=IN_ADVANCE, detail="the engine computes it once, when it is built")
         if not run.placement.wide.isdisjoint(unit.inputs):
@@ -249,6 +250,10 @@ class _Table:
             if weight_format.dynamic:
                 how = f"8-bit product, scales of its input found at each run ({weight_format.name})"
             chosen = f"{how}: {chosen}"
+            if unit.number not in self._decision.format_of:
+                beside = chain.from_iterable(layer.nodes for layer in ran)
+                products = [name for name in beside if self.parts.owner.get(name) in self._decision.format_of]
+                chosen, figure = f"the kernel of {products[0]} computes it too, in float", {}
         return replace(row, state=state, detail=chosen, **figure)
 
     def _if_float(self, kind: str, how: str) -> tuple[str, Mapping[str, Any]]:
@@ -261,12 +266,11 @@ class _Table:
         alike, changed, ms = len(kin) - 1, kin & ships.quantized, run.shipped_ms
         kept = ((number, each) for number, each in ships.weight_formats if number not in kin)
         floats = replace(other(self.parts, ships, changed), weight_formats=frozenset(kept))
-        text, figure, share, source = "", dict[str, Any](), self._measured_with(floats, kin), "measured"
-        is_guess = False
+        text, figure, is_guess = "", dict[str, Any](), False
+        share, source = self._measured_with(floats, kin), "measured"
         if share is None and self._costs is not None and run.float_ms and ms and floats != ships:
-            usual, raised = (costs.total(floats) - costs.total(ships) for costs in (self._costs, self._raised))
-            share, source = usual / self._search.float_ms * run.float_ms / ms, "estimated"
-            is_guess = not isclose(usual, raised, rel_tol=1e-6, abs_tol=1e-9)
+            share, is_guess = self._estimate(lambda costs: costs.total(floats) - costs.total(ships))
+            share, source = share * run.float_ms / ms, "estimated"
         if share is not None and ms is not None:
             most = NOISE if source == "measured" else self._clear
             if abs(share) > most and not is_guess:
@@ -279,7 +283,10 @@ class _Table:
     def _measured_with(self, decision: Decision, units: Collection[int]) -> float | None:
         """The relative change of latency with `decision` in place of what ships, which differs in `units` alone, if
         builds of both were timed against each other; None if not, or if the interval is too wide."""
-        beside, ships, plan = self._beside(units), self.run.trial, self.run.plan
+        beside, ships, plan, float_ms = self._beside(units), self.run.trial, self.run.plan, self.run.float_ms
+        ours = {e.tensor for e in (*self.run.placement.edges, *self.run.placement.weight_formats)}
+        if ours <= beside and float_ms and self.run.shipped_ms and self.run.summary["shipped"] == "tuned":
+            return float_ms / self.run.shipped_ms - 1  # the proof: without them no pair is left
         for trial, quantized, changed in self._candidates:
             formats = self.parts.decision(trial.placement).weight_formats
             if quantized != decision.quantized or formats != decision.weight_formats or not changed <= beside:
@@ -296,7 +303,7 @@ class _Table:
         """The tensors that units read and write."""
         beside = set[str]()
         for unit in (self.parts.units[number] for number in units):
-            beside.update(unit.outputs, (edge.tensor for edge in (*unit.inputs, *unit.weights)))
+            beside.update(unit.outputs, (e.tensor for e in (*unit.inputs, *unit.weights, *unit.weight_only)))
         return beside
 
     def _in_float(self, unit: Unit) -> dict[str, Any]:
@@ -329,7 +336,7 @@ class _Table:
             change, most = measured.median - 1 if measured.verdict != "undecided" else 0.0, NOISE
             detail = f"with {and_others(alike)} in 8 bits the model was {measured.speedup} as fast (measured)"
         elif self._costs is not None and latency is not None and run.float_ms is not None:
-            share, is_guess = self._estimate(self._costs, twins)
+            share, is_guess = self._estimate(lambda costs: sum(self._more_ms(costs, number) for number in twins))
             change, most, source = share * run.float_ms / latency, self._clear, "estimated"
             is_shown = not is_guess and abs(change) > most
             detail = f"in 8 bits {_estimated(alike, max(change, 0.0), most, is_guess)}"
@@ -481,10 +488,10 @@ class _Table:
         """The costs, with guesses for those that no build shows raised."""
         return self._search.costs(self.run.history, raised=True, cuts=self.run.placement.edges)
 
-    def _estimate(self, costs: Costs, units: Iterable[int]) -> tuple[float, bool]:
-        """How much `units` in float would add to the latency in 8 bits, each by itself, relative to the float model's;
-        and whether that depends on guessed costs."""
-        usual, raised = (sum(self._more_ms(each, number) for number in units) for each in (costs, self._raised))
+    def _estimate(self, more_ms: Callable[[Costs], float]) -> tuple[float, bool]:
+        """A change of the latency by the costs, relative to the float model's; whether it depends on guessed costs."""
+        assert self._costs is not None
+        usual, raised = more_ms(self._costs), more_ms(self._raised)
         return usual / self._search.float_ms, not isclose(usual, raised, rel_tol=1e-6, abs_tol=1e-9)
 
     def _more_ms(self, costs: Costs, number: int) -> float:
@@ -502,19 +509,15 @@ class _Table:
         if noise is None or most is None:
             return ""
         allowed, now, rounded = self._noise_now
-        units = [self.parts.units[number] for number in twins]
-        stored = [edge for unit in units for tensor in unit.outputs for edge in self.parts.edges.get(tensor, ())]
-        entering = [edge for unit in units for edge in (*unit.inputs, *unit.weights)]
-        edges = {edge for edge in (*entering, *stored) if noise.value(edge.tensor) not in rounded}
-        alone = noise.summed(Placement.of(edges))
+        edges = set[Edge]()
+        for unit in (self.parts.units[number] for number in twins):
+            edges.update(unit.inputs, unit.weights, *(self.parts.edges.get(tensor, ()) for tensor in unit.outputs))
+        alone = noise.summed(Placement.of(edge for edge in edges if noise.value(edge.tensor) not in rounded))
         if not alone or now + alone <= DOUBT * allowed:
             return ""
         expected, limit = (decibels(sqnr_of(each)) for each in ((now + alone) * most / allowed, most))
-        too = ", too," if rounded else ""
-        return (
-            f"with {and_others(len(twins) - 1)} in 8 bits{too} the outputs are estimated at {expected}, and the limit "
-            f"is {limit}"
-        )
+        added = f"{and_others(len(twins) - 1)} in 8 bits{', too,' if rounded else ''}"
+        return f"with {added} the outputs are estimated at {expected}, and the limit is {limit}"
 
     @cached_property
     def _noise_now(self) -> tuple[float, float, set[str]]:
