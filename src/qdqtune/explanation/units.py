@@ -124,9 +124,8 @@ def _estimated(alike: int, change: float, most: float, is_guess: bool, source: s
     guesses may be many times too high."""
     effect = f"{'save' if is_guess else 'change the latency by'} less than {NOISE:.0%}{' of the latency' * is_guess}"
     if abs(change) > NOISE:
-        amount, doubt = f"{abs(change):.0%} ", f"this run's noise is {most:.0%}"
-        if is_guess:
-            amount, doubt = "", "no build shows by how much"
+        doubt = "no build shows by how much" if is_guess else f"this run's noise is {most:.0%}"
+        amount = "" if is_guess else f"{abs(change):.0%} "
         effect = f"make the model {amount}{'slower' if change > 0 else 'faster'}; {doubt}"
     return f"{and_others(alike)} {'are' if alike else 'is'} {source} to {effect}"
 
@@ -283,16 +282,16 @@ class _Table:
     def _measured_with(self, decision: Decision, units: Collection[int]) -> float | None:
         """The relative change of latency with `decision` in place of what ships, which differs in `units` alone, if
         builds of both were timed against each other; None if not, or if the interval is too wide."""
-        beside, ships, plan, float_ms = self._beside(units), self.run.trial, self.run.plan, self.run.float_ms
-        ours = {e.tensor for e in (*self.run.placement.edges, *self.run.placement.weight_formats)}
-        if ours <= beside and float_ms and self.run.shipped_ms and self.run.summary["shipped"] == "tuned":
-            return float_ms / self.run.shipped_ms - 1  # the proof: without them no pair is left
+        run, beside, ships, plan = self.run, self._beside(units), self.run.trial, self.run.plan
+        is_float = not decision.quantized and not decision.weight_formats
+        is_float &= beside.issuperset(e.tensor for e in (*run.placement.edges, *run.placement.weight_formats))
+        if is_float and run.float_ms and run.shipped_ms and run.summary["shipped"] == "tuned":  # as in the proof
+            return run.float_ms / run.shipped_ms - 1
         for trial, quantized, changed in self._candidates:
             formats = self.parts.decision(trial.placement).weight_formats
             if quantized != decision.quantized or formats != decision.weight_formats or not changed <= beside:
                 continue
-            pairs = [(trial, self.run.placement, 1)]
-            pairs += [] if ships is None else [(ships, trial.placement, -1)]
+            pairs = [(trial, run.placement, 1)] + ([] if ships is None else [(ships, trial.placement, -1)])
             for timed, against, sign in pairs:
                 measured = judge(timed, plan) if timed.against == against else None
                 if measured is not None and (measured.verdict != "undecided" or not is_wide(measured)):
