@@ -386,11 +386,8 @@ def test_builds_that_differ_as_much_as_the_files_are_followed_by_more(files: lis
     assert sorted(set(seeds)) == [*range(7, 7 + len(race.blocks))], "each block draws an order of its own"
     assert {log.split("_")[1] for log in runner.logs} >= {"0", "1", "2", "3"}
     assert race.builds == 16 or race.compared(0, 1)[0].ratio.verdict != "undecided"
-
-
-def test_it_ends_where_time_lacks(files: list[Path]) -> None:
-    runner = Script(lambda file, build: twice_as_fast(file, build) * (0.6 if build % 3 else 1.4))
-    assert racer(runner, lacks=lambda _: True).race(files, FIRST_AGAINST_SECOND, "proof").builds == 4
+    in_haste = racer(Script(uneven), lacks=lambda _: True)
+    assert in_haste.race(files, FIRST_AGAINST_SECOND, "proof").builds == 4
 
 
 def test_large_files_have_one_build_at_a_time(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,11 +488,8 @@ def test_percentiles_are_those_of_single_inferences_weighted_by_the_calls_of_a_v
     assert runner.rounds_taken == 200
     assert racer(Script(broken="fast")).tails(files) == ()
     assert not runner.present
-
-
-def test_nothing_is_built_for_percentiles_where_each_turn_starts_a_process(files: list[Path]) -> None:
     runner = Script(twice_as_fast)
-    runner.starts_processes = True
+    runner.starts_processes = True  # in each turn
     assert racer(runner).tails(files) == ()
     assert not runner.builds
 

@@ -27,7 +27,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import count_pairs, is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.timing.ratios import USUAL_BUILDS, Plan, speed
+from qdqtune.timing.ratios import USUAL_BUILDS, speed
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
@@ -459,8 +459,3 @@ def test_half_precision_that_nobody_asked_for_ships_by_what_its_own_file_compute
         assert result.shipped == "given"
         why = "the output SQNR" if fast == "baseline.onnx" else "without its pairs the output SQNR"
         assert any(f"proved faster, and was not taken: {why}" in note for note in result.notes)
-
-
-def test_warmup_is_a_number_of_inferences(model: Path, workers: Workers) -> None:
-    tune(settings(model, builds=4, plan=replace(Plan(), turn_seconds=0.0, warmup=7)))
-    assert set(workers.runs) == {1, 7}

@@ -17,6 +17,7 @@ from qdqtune.tuning.store import plain
 from qdqtune.tuning.summary import read_summary
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from runs import MIXED, cost, mixed, out, settings, write
+from workers import Workers
 
 
 @pytest.mark.usefixtures("workers")
@@ -33,9 +34,10 @@ def test_gains_of_fixed_inputs_and_of_pairs_are_reported_apart(tmp_path: Path) -
     assert result.summary["ratio_to_given"] == pytest.approx(final / cost(model))
 
 
-@pytest.mark.usefixtures("workers")
-def test_the_sizes_that_were_timed_are_told_where_they_are_open(tmp_path: Path) -> None:
-    result = tune(settings(write(mixed(batch=None), tmp_path), builds=2))
+def test_the_sizes_that_were_timed_are_told_where_they_are_open(tmp_path: Path, workers: Workers) -> None:
+    plan = Plan(turn_seconds=0.0, warmup=7)
+    result = tune(settings(write(mixed(batch=None), tmp_path), builds=4, plan=plan))
+    assert set(workers.runs) == {1, 7}, "the warm-up is a number of inferences"
     shape = result.summary["timed_at"]["x"]
     assert f"timed at x {'x'.join(map(str, shape))}" in remarks(result.summary)
     assert len(shape) == 3

@@ -99,21 +99,14 @@ def test_description_names_all_that_latency_depends_on(rig: Rig) -> None:
     assert (told["workspace_mb"], told["builder_level"], told["opt_shapes"]) == ("512", "4", "{'x': [8, 4]}")
 
 
-def test_time_is_that_of_the_device_by_a_graph(rig: Rig) -> None:
+@pytest.mark.parametrize("capturable", [True, False])
+def test_time_is_that_of_the_device_by_a_graph_where_one_can_be_captured(rig: Rig, capturable: bool) -> None:
+    rig.cuda.capturable = capturable
     built = rig.build(static(conv_model()))
-    assert built.time(IMAGE, 5) == pytest.approx(2e-3)
-    assert rig.cuda.launches == 5
-    built.time(IMAGE, 3)
-    assert rig.cuda.launches == 8
-    assert rig.cuda.alive == {"stream": 1, "event": 0, "graph": 1}
-
-
-def test_time_without_a_graph_where_nothing_can_be_captured(rig: Rig) -> None:
-    rig.cuda.capturable = False
-    built = rig.build(static(conv_model()))
-    assert built.time(IMAGE, 5) == pytest.approx(2e-3)
-    assert built.time(IMAGE, 5) == pytest.approx(2e-3)
-    assert (rig.cuda.launches, rig.cuda.alive["graph"]) == (0, 0)
+    for runs, launches in ((5, 5), (3, 8)):
+        assert built.time(IMAGE, runs) == pytest.approx(2e-3)
+        assert rig.cuda.launches == launches * capturable
+    assert rig.cuda.alive == {"stream": 1, "event": 0, "graph": int(capturable)}
 
 
 def test_shapes_may_change_from_run_to_run(rig: Rig) -> None:
