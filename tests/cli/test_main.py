@@ -230,7 +230,6 @@ def test_an_engine_that_does_not_exist_is_refused_by_every_command(command, call
         ([], "Missing argument 'MODEL'"),
         (["m", "--num-threads", "1"], "No such option '--num-threads'. Did you mean '--threads'?"),
         (["m", "--effort"], "Option '--effort' requires an argument: quick|default|extensive (see"),
-        (["m", "--engine", "nope"], "unknown engine 'nope'; there are cuda, fake"),
         (["m", "--time-limit", "9999999h"], "'9999999h' is no duration up to a year"),
         (["m", "--calibration-method", "percentile:nan"], "'nan' is no number"),
         (["m", "--min-sqnr=-1e308"], "is no number from -1000 up to 1000 or auto or none"),

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +174,3 @@ def test_a_folder_of_one_model_gets_the_quantized_one_beside_it(call: Call, mode
     assert call("quantize", model.parent, *RUN, data)[0] == 0
     assert model.with_suffix(".qdq.onnx").is_file()
     assert call("quantize", model.parent, *RUN, data)[0] == 0
-    shutil.copy(model, model.with_name("other.onnx"))
-    words = f"holds 2 models ({model.name}, other.onnx): name one, such as {model}"
-    is_refused(call, model.parent, words, "quantize", model.parent, *RUN, data)

@@ -152,6 +152,10 @@ def test_a_trial_holds_what_was_compared_and_is_stored(opened: Open) -> None:
     again, was_known = setup.measure(3, candidate)
     assert (again, was_known) == (trial, True)
     assert setup.runner.rounds_taken == 12  # one look
+    one, other = setup.placements[:2]
+    assert len({job_of(Trial(0, Proposal("", p), a, UNTIMED)) for p in (one, other) for a in (FLOAT, one)}) == 4
+    _, was_known = setup.measure(4, one, other)
+    assert not was_known, "against another opponent it is another job"
 
 
 def test_a_trial_with_fewer_rounds_than_a_first_look_is_measured_again(opened: Open) -> None:
@@ -163,15 +167,6 @@ def test_a_trial_with_fewer_rounds_than_a_first_look_is_measured_again(opened: O
     enough, was_known = later.measure(1, later.placements[0])
     assert not was_known
     assert len(enough.result.a) >= 12
-
-
-def test_what_it_is_compared_with_makes_it_another_job(opened: Open) -> None:
-    setup = opened()
-    one, other = setup.placements[:2]
-    assert len({job_of(Trial(0, Proposal("", p), a, UNTIMED)) for p in (one, other) for a in (FLOAT, one)}) == 4
-    setup.measure(1, one)
-    _, was_known = setup.measure(2, one, other)
-    assert not was_known
 
 
 def test_a_file_that_another_worker_has_deleted_is_written_again(candidates: Candidates) -> None:

@@ -145,9 +145,6 @@ class TestTheCommands:
         code, out, _ = call(*asked, "--metric", "top5", "--json")
         row = json.loads(out)["metric"]
         assert (code, row["name"], row["samples"]) == (0, "top5", COUNT)
-        code, _, err = call(*asked, "--evaluate", "metric:score")
-        assert code == 2
-        assert "--evaluate is a metric of its own: leave --labels and --metric out" in err
 
     def test_labels_may_be_arrays_of_python(self, model: Path, data) -> None:
         done = qdqtune.quantize(model, output=model.parent / "q.onnx", calibration_data={"x": data[0]}, labels=data[1])

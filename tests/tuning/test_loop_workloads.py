@@ -8,9 +8,8 @@ import numpy as np
 import onnx
 import pytest
 
-import qdqtune
 from decoders import CALLS, WEIGHTS, call_of, cost, decoder, mean, settings, written
-from qdqtune.errors import BadOption, BadState
+from qdqtune.errors import BadState
 from qdqtune.tuning.loop import tune
 from workers import Workers
 
@@ -81,13 +80,3 @@ def test_the_command_shows_each_workload_and_what_is_wrong_with_one(model: Path,
     for text in ("decode.npz:0", "decode.npz:-1", "decode.npz:often", ":0.5", "decode.npz:inf"):
         code, _, err = call(*asked, "--workload", text)
         assert (code, "has no weight above zero" in err, len(err.splitlines())) == (2, True, 1)
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_library_call_takes_weights_by_file(model: Path) -> None:
-    calls = {model.with_name(f"{name}.npz"): WEIGHTS[name] for name in CALLS}
-    how: Any = {"engine": "fake", "calibration_method": "minmax", "bias_correction": False, "min_sqnr": None}
-    result = qdqtune.tune(model, workloads=calls, output_dir=model.parent / "out", builds=6, report=False, **how)
-    assert [(row["name"], row["share"]) for row in result.summary["workloads"]] == [("decode", 0.8), ("prefill", 0.2)]
-    with pytest.raises(BadOption, match="no weight above zero"):
-        qdqtune.tune(model, workloads={"decode.npz": (1, 2, 3)}, output_dir=model.parent / "x")  # type: ignore[dict-item]

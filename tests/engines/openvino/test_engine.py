@@ -32,7 +32,6 @@ class TestOpenVino(EngineContract):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"threads": 0}, r"at '\$.threads'"),
         ({"precision": "f64"}, "has no precision 'f64'; it has f32, f16, bf16"),
         ({"provider": "x"}, "no option 'provider'; it has threads, precision"),
     ],
