@@ -11,6 +11,7 @@ import time
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -271,7 +272,7 @@ def test_steps_of_a_long_stage_are_told_now_and_then(monkeypatch, capsys):
     ]
 
 
-def test_long_cells_are_broken_between_words_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_cells_are_broken_between_words_and_numbers_stand_below_each_other(capsys: Any) -> None:
     path = "/".join(["folder"] * 12)
     output.show(
         shown.Table(("nodes", "file"), [(", ".join(f"/layer{n}/Conv" for n in range(30)), f"{path}, 4 threads")])
@@ -280,9 +281,6 @@ def test_long_cells_are_broken_between_words_where_there_is_no_terminal(capsys: 
     assert max(map(len, lines)) < 60 + len(path) + 30
     assert f" {path}, 4 threads" in lines[3]
     assert [word.rstrip(",") for line in lines[3:] for word in line.split() if "Conv" in word][-1] == "/layer29/Conv"
-
-
-def test_numbers_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     output.show(shown.Table(("model", "ms"), [("a.onnx", "9.5"), ("b.onnx", "1234.5")]))
     *_, one, other = [line.rstrip() for line in capsys.readouterr().out.splitlines() if ".onnx" in line]
     assert len(one) == len(other)

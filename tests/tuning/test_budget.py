@@ -322,7 +322,10 @@ def test_a_small_gain_is_left_time_for_further_blocks_of_its_proof_and_a_large_o
     assert ample.reserve(0.5, stale=4) == pytest.approx(2 * ample.proof_seconds(1, 0.5) - usual), "a further block"
     assert budget(None, 0.5).reserve(0.8) == 0
     assert ample.reserve(1.0) == pytest.approx(replace(ample, copies=1).proof_seconds(1) - usual)  # nothing to prove
-    assert budget(3600, 0.001, has_other_float=True).reserve(1.0) == 0, "a rewritten float model is proven alone"
+    with_other = budget(3600, 0.001, has_other_float=True)
+    assert with_other.reserve(1.0) == 0, "a rewritten float model is proven alone"
+    assert (ample.opponents, with_other.opponents) == (1, 2)
+    assert with_other.proof_seconds(1) > ample.proof_seconds(1)
     assert tight.copies == 1
     assert tight.reserve(0.45) == pytest.approx(tight.proof_seconds(1, 0.45) - tight.proof_seconds(1))
     blocks = (tight.reserve(0.7) + tight.proof_seconds(1)) / tight.proof_seconds(1, 0.7)
@@ -391,9 +394,3 @@ def test_a_run_that_goes_on_says_again_that_calibration_was_cut_short(model: Pat
     _, notes = slow_run(model, workers, 0.2, 60.0)
     told = [note for note in notes.notes if "`restart` with more time calibrates anew" in note]
     assert [note.split(":")[0] for note in told] == ["`time_budget` has no room to calibrate on all samples"]
-
-
-def test_time_is_kept_for_the_users_file_where_the_float_model_is_another() -> None:
-    one, two = budget(3600, 0.5), budget(3600, 0.5, has_other_float=True)
-    assert (one.opponents, two.opponents) == (1, 2)
-    assert two.proof_seconds(1) > one.proof_seconds(1)

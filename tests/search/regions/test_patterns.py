@@ -115,9 +115,11 @@ def test_a_different_division_of_the_same_nodes_is_a_different_pattern():
     assert pattern_at(model, region) == whole
 
 
-def test_digests_are_the_same_in_every_process():
-    digests = {p.digest: p.ops for p in grouped(resnet(2))}
-    assert digests == DIGESTS
+def test_digests_are_the_same_in_every_process_and_a_foreign_point_is_refused():
+    first, *others = grouped(resnet(2))
+    assert {p.digest: p.ops for p in (first, *others)} == DIGESTS
+    with pytest.raises(ValueError, match="no point"):
+        patterns.resolve(first, first.instances[0], frozenset({Point("node_input", 7, 0)}))
 
 
 # ---- points
@@ -171,12 +173,6 @@ def test_regions_without_points_have_no_pattern():
     net.types["input"] = TensorProto.INT64
     net.outputs = [net.add("Add", "input", "input", dtype=TensorProto.INT64)]
     assert grouped(net.model()) == ()
-
-
-def test_a_foreign_point_is_refused():
-    first, *_ = grouped(resnet(1))
-    with pytest.raises(ValueError, match="no point"):
-        patterns.resolve(first, first.instances[0], frozenset({Point("node_input", 7, 0)}))
 
 
 @given(networks(), st.data())
