@@ -118,7 +118,7 @@ WRONG = {
     "pattern cache file|placement file": "",
     "no (pattern cache|placement) file, or damaged": "{",
     "of this version": "version: 2\nedges: []\npatterns: []",
-    "missing.*(patterns|engine)": "version: 1",
+    "missing.*(patterns|quant_type)": "version: 1",
     "Expected|names neither": "version: 1\nquant_type: int8\nengine: fake\nedges: [{tensor: x}]\npatterns: [x]",
     "schemes|Expected .*array": "version: 1\nedges: 3\nquant_type: int8\nengine: fake\npatterns: [{pattern: a}]",
     "python/name:os.system": "version: !!python/name:os.system x",

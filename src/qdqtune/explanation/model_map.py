@@ -218,13 +218,10 @@ def draw(
             groups.append([])
         groups[number].append(row)
         home.update(dict.fromkeys(row.nodes, number))
-    states = [group[0].state for group in groups]
-    for state, members in hidden.items():
-        if members:
-            groups.append(members)
-            states.append(state)
+    drawn = [(group[0].state, group) for group in groups]
+    drawn += [(state, members) for state, members in hidden.items() if members]
     boxes, keys = list[MapGroup](), list[object]()
-    for group, state in zip(groups, states, strict=True):
+    for state, group in drawn:
         nodes = tuple(
             MapNode(name, op, row.state, row.why)
             for row in group
@@ -245,6 +242,6 @@ def draw(
             )
         )
         keys.append((boxes[-1].label, state, [info and info.shape for info in map(model.tensors.get, touched)]))
-    count = sum(state not in hidden for state in states)
+    count = len(groups)
     apart = [MapRow(box.state, (box,)) for box in boxes[count:]]
     return Map((*rows_of(boxes[:count], keys[:count]), *apart), tuned, floats)

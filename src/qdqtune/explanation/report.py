@@ -189,9 +189,7 @@ def candidates(run: FinishedRun) -> Iterator[Candidate]:
     seconds = {row.of: row.seconds for row in run.log.trials}
     for trial in run.history:
         measured = judge(trial, run.plan)
-        shown = None
-        if isinstance(trial.result, Measurement) and measured is not None:
-            shown = measured.inverse
+        shown = measured.inverse if measured is not None and isinstance(trial.result, Measurement) else None
         result = outcome(trial, run.plan)
         is_costlier = isinstance(trial.result, CostsByRule) and result != "inaccurate"
         came: Came = "accepted" if trial.accepted else "costlier" if is_costlier else result

@@ -299,14 +299,8 @@ def attention_parts(queries: GraphQueries) -> Iterator[Edge]:
 def residual_skip(queries: GraphQueries) -> Iterator[Edge]:
     """The skip input of an Add whose other input comes from a quantized compute operator."""
     for node in queries.model.nodes:
-        if node.op != "Add" or node.domain or (skip := queries.skip(node)) is None:
-            continue
-        root = queries.fusions.get(node.index)
-        if (
-            root is not None
-            and skip.tensor in queries.model.producers
-            and compute_edges(queries.model.nodes[root], queries.placed)
-        ):
+        skip = queries.skip(node) if node.op == "Add" and not node.domain else None
+        if skip is not None and skip.tensor in queries.model.producers and _runs_in_8_bits(queries, node):
             yield skip
 
 
@@ -367,15 +361,18 @@ def everywhere(queries: GraphQueries) -> Iterable[Edge]:
             yield edge
 
 
+def _runs_in_8_bits(queries: GraphQueries, node: Node) -> bool:
+    """Whether a node belongs to a quantized fusion."""
+    root = queries.fusions.get(node.index)
+    return root is not None and bool(compute_edges(queries.model.nodes[root], queries.placed))
+
+
 def _made_in_8_bits(queries: GraphQueries, tensor: str) -> bool:
     """Whether a quantized fusion makes a tensor, if only through copies, or a Concat, MaxPool or Resize of quantized
     inputs."""
     source = queries.source(tensor)
-    if source is None:
-        return False
-    root = queries.fusions.get(source.index)
-    if root is not None:
-        return bool(compute_edges(queries.model.nodes[root], queries.placed))
+    if source is None or source.index in queries.fusions:
+        return source is not None and _runs_in_8_bits(queries, source)
     data = queries.data(source)
     return source.op in ("Concat", "MaxPool", "Resize") and bool(data) and all(e in queries.placed for e in data)
 

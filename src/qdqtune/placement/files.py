@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ class PlacementFile:
     placement: Placement
     quant_type: QuantType
     engine: str
-    fix_inputs: Mapping[str, float | int | str]
+    fix_inputs: Mapping[str, float | int | str | bool] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
     rewrites: Rewrites = field(default_factory=Rewrites)
     portable: bool = False
@@ -65,32 +65,23 @@ class _WeightRow(msgspec.Struct):
     storage: str
 
 
-class _Content(msgspec.Struct, kw_only=True):
-    """The fields of placement.yaml; `model`, a file name, is for human readers only."""
-
-    version: int = VERSION
-    model: Any = ""
-    engine: str
-    quant_type: QuantType
-    fix_inputs: dict[str, float | int | str | bool] = {}
-    calibration: Calibration = Calibration()
-    rewrites: Rewrites = Rewrites()
+class _Rows(msgspec.Struct):
     edges: list[_PairRow]
     weights: list[_WeightRow] = []
-    portable: bool = False
 
 
 def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
-    """Write placement.yaml: edges with a pair or a weight format; `model` is the name of the model file."""
+    """Write placement.yaml; `model`, the name of the model file, is for human readers only."""
     placement = recorded.placement
-    content = _Content(
-        model=model,
-        engine=recorded.engine,
-        quant_type=recorded.quant_type,
-        fix_inputs=dict(recorded.fix_inputs),
-        calibration=recorded.calibration,
-        rewrites=recorded.rewrites,
-        edges=[
+    content = {
+        "version": VERSION,
+        "model": model,
+        "engine": recorded.engine,
+        "quant_type": recorded.quant_type,
+        "fix_inputs": dict(recorded.fix_inputs),
+        "calibration": recorded.calibration,
+        "rewrites": recorded.rewrites,
+        "edges": [
             _PairRow(
                 e.tensor,
                 e.node,
@@ -100,30 +91,23 @@ def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
             )
             for e in placement
         ],
-        weights=[_WeightRow(*e, storage=f.name) for e, f in placement.weight_formats.items()],
-        portable=recorded.portable,
-    )
-    written = msgspec.to_builtins(content)
-    write_yaml(path, {key: value for key, value in written.items() if value or key not in ("weights", "portable")})
+        "weights": [_WeightRow(*e, storage=f.name) for e, f in placement.weight_formats.items()],
+        "portable": recorded.portable,
+    }
+    kept = {key: value for key, value in content.items() if value or key not in ("weights", "portable")}
+    write_yaml(path, msgspec.to_builtins(kept))
 
 
 def read_placement_file(path: Path) -> PlacementFile:
+    content = read_yaml(path, "placement")
     try:
-        content = msgspec.convert(read_yaml(path, "placement"), _Content)
-        formats = [(Edge(w.tensor, w.node, w.input), WeightFormat.named(w.storage)) for w in content.weights]
-        edges, wide = (row.edge for row in content.edges), [row.edge for row in content.edges if row.bits == 16]
-        placement = Placement.of(edges, formats, wide)
+        recorded = msgspec.convert({**content, "placement": {}}, PlacementFile)
+        rows = msgspec.convert(content, _Rows)
+        formats = [(Edge(w.tensor, w.node, w.input), WeightFormat.named(w.storage)) for w in rows.weights]
+        edges, wide = (row.edge for row in rows.edges), [row.edge for row in rows.edges if row.bits == 16]
+        return replace(recorded, placement=Placement.of(edges, formats, wide))
     except ValueError as error:
         raise BadOption(f"{path} is no placement file: {one_line(error)}") from error
-    return PlacementFile(
-        placement,
-        content.quant_type,
-        content.engine,
-        content.fix_inputs,
-        content.calibration,
-        content.rewrites,
-        content.portable,
-    )
 
 
 def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> tuple[Placement, tuple[Edge, ...]]:

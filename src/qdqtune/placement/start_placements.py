@@ -29,11 +29,10 @@ def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
         if node.op != "Add" or node.domain:
             continue
         computed = [_behind_compute(model, t) for t in node.inputs]
-        for slot, tensor in enumerate(node.inputs):
-            if computed[1 - slot] and tensor in model.producers and Edge(tensor, node.name, slot) in possible:
-                if computed[slot] and slot == 0:
-                    continue  # if both are computed, input 0 is the branch, and input 1 the skip
-                edges.add(Edge(tensor, node.name, slot))
+        for slot, edge in enumerate(node.into):
+            is_branch = all(computed) and slot == 0  # if both are computed, input 1 is the skip
+            if computed[1 - slot] and not is_branch and edge.tensor in model.producers and edge in possible:
+                edges.add(edge)
     return Placement.of(edges)
 
 
@@ -103,10 +102,9 @@ def weight_only(model: Model, edges: Iterable[Edge], wanted: Sequence[WeightForm
     formats = {}
     for edge in edges:
         weight = weight_at(model, edge)
-        for weight_format in () if weight is None else wanted:
-            if weight is not None and can_have(weight, weight_format):
-                formats[edge] = weight_format
-                break
+        fitting = [f for f in wanted if weight is not None and can_have(weight, f)]
+        if fitting:
+            formats[edge] = fitting[0]
     return Placement.of((), formats.items())
 
 

@@ -19,8 +19,8 @@ from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import CLAMPS
 from qdqtune.graph.simplifying import UniqueNames, drop_unused, names_in
 from qdqtune.placement.insertion import RAW_OUTPUT
-from qdqtune.placement.reading import counterpart, dequantized, ends, is_conversion, pairs_of, twins_of
-from qdqtune.types import Array, Edge
+from qdqtune.placement.reading import Pair, counterpart, dequantized, ends, is_conversion, pairs_of, twins_of
+from qdqtune.types import Edge
 
 SWITCH = "__switch_"
 """Prefix of the inputs that switch roundings on; the number of the rounding follows."""
@@ -164,14 +164,11 @@ class FilePair(Rounding):
     """A pair of a Q/DQ file: its nodes (Q if it has one, and DQ), with the constants that they read; for a conversion
     to other bits, after the nodes of the pair that it converts.
 
-    `edges` are the edges of the float model that the pair is on, all of one tensor. `scale` and `zero_point` are
-    scalars, vectors along `axis`, or for a weight in blocks have one number for each block along it.
+    `edges` are the edges of the float model that the pair is on, all of one tensor.
     """
 
     kind: Kind
-    scale: Array
-    zero_point: Array
-    axis: int
+    pair: Pair
 
 
 def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ...], tuple[str, ...]]:
@@ -204,20 +201,20 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
             clamp, source = float_model.maker(tensor), tensor
             if clamp is not None and clamp.op in CLAMPS and clamp.name not in kept:  # the file has dropped it
                 source = tensor if before is not None and before.op in CLAMPS else clamp.inputs[0]
-            pairs.append(FilePair(tensor, source, mine, nodes, constants, kind, pair.scale, pair.zero_point, pair.axis))
+            pairs.append(FilePair(tensor, source, mine, nodes, constants, kind, pair))
     order = {name: i for i, name in enumerate(float_model.index_of)}
     last = len(order)
     pairs.sort(key=lambda pair: min(order.get(e.node, last) for e in pair.edges))
     return tuple(pairs), tuple(unmatched)
 
 
-def representable(pair: FilePair) -> tuple[float, float]:
+def representable(rounding: FilePair) -> tuple[float, float]:
     """The least and the largest value that a pair can represent, over all channels; NaN if a scale is NaN. For a
     constant without a Q: of its dequantized values."""
-    if len(pair.nodes) == 1:
-        integers = pair.constants[pair.nodes[0].input[0]].array()
-        block = next((a.i for a in pair.nodes[0].attribute if a.name == "block_size"), 0)
-        values = dequantized(integers, pair.scale, pair.zero_point, pair.axis, block or None)
+    pair = rounding.pair
+    if pair.q is None:
+        integers = rounding.constants[pair.source].array()
+        values = dequantized(integers, pair.scale, pair.zero_point, pair.axis, pair.block)
     else:
         scale, zero = pair.scale.astype(np.float64), pair.zero_point.astype(np.float64)
         values = np.stack([(end - zero) * scale for end in ends(pair.zero_point.dtype)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,15 @@ class Strategy(Protocol):
 def best_of(history: Sequence[Trial]) -> Placement:
     """The placement accepted last; the empty one (float) if none was."""
     return next((t.placement for t in reversed(history) if t.accepted), Placement())
+
+
+def untried(proposals: Iterable[Proposal], history: Sequence[Trial]) -> Iterator[Proposal]:
+    """The proposals that were not measured yet, each placement once, under its first name."""
+    tried = {t.placement for t in history} | {Placement()}
+    for proposal in proposals:
+        if proposal.placement not in tried:
+            tried.add(proposal.placement)
+            yield proposal
 
 
 def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, float]:

@@ -8,13 +8,14 @@ tried on an earlier best placement are tried again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMPUTE, elements, work
-from qdqtune.search import best_of
+from qdqtune.search import best_of, untried
 from qdqtune.search.costs.decisions import cut_within, other
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.prices import Costs, Price
@@ -39,28 +40,22 @@ class LatencySearch:
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`: first all seeds, then `width` groups of units at a time."""
-        tried = {t.placement for t in history} | {Placement()}
-        seeds: dict[Placement, Proposal] = {}
-        for name, placement in self.seeds.items():
-            if placement not in tried:
-                seeds.setdefault(placement, Proposal(name, placement))
-        if seeds:
-            return tuple(seeds.values())
+        seeds = (Proposal(name, placement) for name, placement in self.seeds.items())
+        if proposals := tuple(untried(seeds, history)):
+            return proposals
+        return tuple(islice(untried(self._flips(history), history), self.width))
+
+    def _flips(self, history: Sequence[Trial]) -> Iterator[Proposal]:
+        """The best placement with one group flipped: first each new group, then those tried on an earlier best."""
         best = best_of(history)
         if best.wide:  # its units have 8 bits or floats
-            return ()
+            return
         asked = {t.proposal.origin: t.against == best for t in history}
-        fresh: dict[Placement, Proposal] = {}
         for again in (False, True):
             for group in self._groups():
                 origin = self._group_name(group)
                 if again == (origin in asked) and not asked.get(origin):
-                    placement = self._flipped(best, group)
-                    if placement not in tried:
-                        fresh.setdefault(placement, Proposal(origin, placement))
-                if len(fresh) == self.width:
-                    return tuple(fresh.values())
-        return tuple(fresh.values())
+                    yield Proposal(origin, self._flipped(best, group))
 
     @cached_property
     def units(self) -> Partition:
@@ -103,20 +98,18 @@ def _halves(groups: Sequence[Sequence[Unit]]) -> list[Sequence[Unit]]:
     return [half for g in groups if len(g) > 1 for half in (g[: len(g) // 2], g[len(g) // 2 :])]
 
 
-def placement_within(model: Model, possible: frozenset[Edge], noise: Noise | None) -> Callable[[float], Placement]:
-    """A function from allowed noise to a placement that is estimated to be fast, without any measured time: the minimum
-    cut of assumed costs. Without `noise` it returns the empty placement.
+def placement_within(model: Model, possible: frozenset[Edge], noise: Noise, allowed: float) -> Placement:
+    """A placement with at most `allowed` noise that is estimated to be fast, without any measured time: the minimum cut
+    of assumed costs.
 
     Compute operators are assumed to take less than half their time in 8 bits, other operators to save nothing, and each
     conversion to take one pass over its tensor: so stretches are quantized that are worth their conversions.
     """
-    if noise is None:
-        return lambda _: Placement()
     parts = partition(model, possible, usual_groups(model, possible))
     # The unit of prices is the time to copy an element.
     border = {tensor: elements(model, tensor) for tensor in parts.edges}
     costs = Costs(parts, tuple(_unit_price(model, unit) for unit in parts.units), quantize=border, dequantize=border)
-    return lambda allowed: parts.placement(cut_within(costs, noise, allowed))
+    return parts.placement(cut_within(costs, noise, allowed))
 
 
 def _unit_price(model: Model, unit: Unit) -> Price:

@@ -17,15 +17,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf, isfinite
 from operator import ge
 
-from qdqtune.search import best_of
+from qdqtune.search import best_of, untried
 from qdqtune.search.costs.decisions import CLOSE_TO_LIMIT, SIMULATED_BISECTIONS, optimum_within
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.costs.rule_costs import SIXTEEN, W8A8, W8A16, W16A16, Labels, RuleCosts
 from qdqtune.timing.limits import failure
-from qdqtune.types import Placement, Proposal, Trial
+from qdqtune.types import Proposal, Trial
 
 ALL_8, ALL_16, BY_RULE, NARROWED = "8 bits", "16 bits", "cut by rule", "narrowed"
 """Origins of proposals: everything in 8 bits; everything in 16; the cheapest at a price on noise, maybe lowered in bits
@@ -61,12 +62,9 @@ class RuleSearch:
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         costs = self.learned(history)
-        tried = {t.placement for t in history} | {Placement()}
-        for origin, labels in self._ideas(costs, history):
-            placement = costs.placement(labels)
-            if placement not in tried:
-                return (Proposal(origin, placement, wants_layers=True),)
-        return ()
+        ideas = self._ideas(costs, history)
+        proposals = (Proposal(origin, costs.placement(labels), wants_layers=True) for origin, labels in ideas)
+        return tuple(islice(untried(proposals, history), 1))
 
     def _ideas(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Idea]:
         narrow, wide = costs.everywhere(W8A8), costs.everywhere(W16A16)

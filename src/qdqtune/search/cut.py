@@ -32,13 +32,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 
 import numpy as np
 
 from qdqtune.graph.model import Model
-from qdqtune.search import best_of, products_left_in_float, ratios_to_float
+from qdqtune.search import best_of, products_left_in_float, ratios_to_float, untried
 from qdqtune.search.costs.attribution import BuildTimes, attribute, group_ms, with_float_times
 from qdqtune.search.costs.decisions import cut, cut_holding, cut_within, everything, flip, margins
 from qdqtune.search.costs.output_noise import RESERVE, Noise
@@ -117,16 +117,10 @@ class CutSearch:
         first = self._first_batch(history)
         if self.is_hurried and "static" in self.seeds:  # pairs as a usual quantizer places them price nearly all units
             first = tuple(p for p in first if p.origin not in ONLY_PRICES and not self._is_slow_format(p.placement))
-        if untried := _untried(first, history):
-            return untried
-        tried = {t.placement for t in history} | {Placement()}
-        fresh: dict[Placement, Proposal] = {}
-        for proposal in self._later_proposals(self.costs(history), history):
-            if proposal.placement not in tried:
-                fresh.setdefault(proposal.placement, proposal)
-            if len(fresh) == self.width:
-                break
-        return tuple(fresh.values())
+        if proposals := tuple(untried(first, history)):
+            return proposals
+        later = self._later_proposals(self.costs(history), history)
+        return tuple(islice(untried(later, history), self.width))
 
     @cached_property
     def float_ms(self) -> float:
@@ -177,8 +171,7 @@ class CutSearch:
             for decision in self._optima(prices, history, raised=raised):
                 optima.append(self._proposal(costs, decision))
                 yield optima[-1]
-        rest = sorted(self._first_batch(history), key=lambda p: p.origin in ONLY_PRICES)
-        yield from _untried(rest, history)
+        yield from sorted(self._first_batch(history), key=lambda p: p.origin in ONLY_PRICES)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
         slowest = (1 + BUILD_SPREAD) * costs.ms(best_of(history))
@@ -307,11 +300,6 @@ def _trial_at(shares: Sequence[float], trial: Trial) -> Trial:
     if isinstance(result, Measurement) and result.parts:
         result = result.mean(shares)
     return replace(trial, result=result, layers=layers)
-
-
-def _untried(proposals: Iterable[Proposal], history: Sequence[Trial]) -> tuple[Proposal, ...]:
-    tried = {t.placement for t in history} | {Placement()}
-    return tuple({p.placement: p for p in proposals if p.placement not in tried}.values())
 
 
 def _named(placements: Mapping[str, Placement]) -> Iterator[Proposal]:

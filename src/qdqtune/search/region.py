@@ -21,11 +21,12 @@ from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE, work
 from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.search import best_of, ratios_to_float
+from qdqtune.search.by_latency import placement_within
 from qdqtune.search.costs.output_noise import DOUBT, Noise
 from qdqtune.search.regions.discovery import Point, Scheme
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Edge, Placement, Proposal, Trial, WeightFormat
+from qdqtune.types import Edge, Placement, Proposal, Trial
 
 MUTATED = "mutated"
 """The origin of placements with a few insertion points of a pattern changed at random."""
@@ -65,9 +66,8 @@ class Config:
 class RegionSearch:
     """Region search (see the module). `seeds` are whole-model placements by name, tried in this order.
 
-    `cached` has schemes of earlier runs by pattern digest, fastest first. Under accuracy limits, `noise` estimates
-    noise, and `within` returns a placement for an allowed sum of noise. Batches have `width` proposals, or `BATCH` if
-    that is more.
+    `cached` has schemes of earlier runs by pattern digest, fastest first. `noise` estimates noise, under accuracy
+    limits. Batches have `width` proposals, or `BATCH` if that is more.
     """
 
     model: Model
@@ -79,7 +79,6 @@ class RegionSearch:
     plan: Plan = field(default_factory=Plan)
     seed: int = 0
     noise: Noise | None = None
-    within: Callable[[float], Placement] = lambda _: Placement()
     width: int = BATCH
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
@@ -138,8 +137,8 @@ class RegionSearch:
         )
         noise = self.noise
         if noise is not None and sum(t.proposal.origin == WITHIN_LIMITS for t in history) < LIMIT_TRIES:
-            levels = (Proposal(WITHIN_LIMITS, self.within(level)) for level in noise.levels(history))
-            yield from self._fresh(levels, tried, spent)
+            quiet = (placement_within(self.model, self.possible, noise, level) for level in noise.levels(history))
+            yield from self._fresh((Proposal(WITHIN_LIMITS, placement) for placement in quiet), tried, spent)
         yield from self._fresh(ideas, tried, spent, lambda placement: self._may_hold(placement, history))
 
     def _may_hold(self, placement: Placement, history: Sequence[Trial]) -> bool:
@@ -180,11 +179,10 @@ class RegionSearch:
         """
         ordered = sorted(self.patterns, key=lambda p: (-self._work(p), p.digest))
         domains = {p.digest: self._domain(p) for p in ordered}
-        fewest_first = sorted(ranked[2:], key=lambda item: len(item[1]))
-        options = [(f"as {name}", p) for name, p in (*ranked[1:2], *fewest_first[:1])]
-        options.append(("float", Placement()))
-        options += [(f"as {name}", p) for name, p in (*fewest_first[1:], *ranked[:1])]
-        options.append(("all", Placement(self.possible)))
+        best_first = [(f"as {name}", placement) for name, placement in ranked]
+        fewest_first = sorted(best_first[2:], key=lambda item: len(item[1]))
+        options = [*best_first[1:2], *fewest_first[:1], ("float", Placement())]
+        options += [*fewest_first[1:], *best_first[:1], ("all", Placement(self.possible))]
         for name, other in options:
             for pattern in ordered:
                 domain = domains[pattern.digest]
@@ -250,7 +248,7 @@ class RegionSearch:
                 gone |= own
             else:
                 fresh |= own | {self._others[e] for e in own if e in self._others}
-        return _placement((parent.edges | fresh) - gone, parent.weight_formats)
+        return parent.paired((parent.edges | fresh) - gone)
 
     @cached_property
     def _others(self) -> Mapping[Edge, Edge]:
@@ -279,13 +277,7 @@ class RegionSearch:
         return sum(work(self.model, node) for node in self._nodes(pattern))
 
 
-def _placement(edges: Iterable[Edge], weight_formats: Mapping[Edge, WeightFormat]) -> Placement:
-    own = frozenset(edges)
-    return Placement.of(own, ((e, s) for e, s in weight_formats.items() if e not in own))
-
-
 def _with_part_of(best: Placement, domain: frozenset[Edge], other: Placement) -> Placement:
     """The best placement, but with the pairs and weight formats of `other` on the edges of `domain`."""
-    weight_formats = {e: s for e, s in best.weight_formats.items() if e not in domain}
-    weight_formats |= {e: s for e, s in other.weight_formats.items() if e in domain}
-    return _placement((best.edges - domain) | (other.edges & domain), weight_formats)
+    rest = Placement.of(best.edges - domain, (each for each in best.weight_only if each[0] not in domain))
+    return rest | Placement.of(other.edges & domain, (each for each in other.weight_only if each[0] in domain))

@@ -8,12 +8,12 @@ groups among n take b log n builds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 
-from qdqtune.search import best_of
+from qdqtune.search import best_of, untried
 from qdqtune.search.costs.decisions import cut_holding, cut_within
 from qdqtune.search.costs.output_noise import RESERVE, Noise
 from qdqtune.search.costs.profiles import GroupSelection
@@ -39,24 +39,18 @@ class SubgraphSearch:
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`: one proposal at a time, as each result decides the next."""
-        tried = {t.placement for t in history} | {Placement()}
-        fixed = {Placement(): "", self.all_accepted: "all groups"}
-        for name, placement in self.seeds.items() if self.incremental else ():
-            fixed.setdefault(placement, name)
-        for placement, name in fixed.items():
-            if placement not in tried:
-                predicted = self.selection.ratio if placement == self.all_accepted else None
-                return (Proposal(name, placement, predicted=predicted, wants_layers=True),)
-        if not self.incremental:
-            return ()
-        asked = len(fixed) - 1
+        every = Proposal("all groups", self.all_accepted, predicted=self.selection.ratio, wants_layers=True)
+        seeds = self.seeds if self.incremental else {}
+        fixed = [every, *(Proposal(name, placement, wants_layers=True) for name, placement in seeds.items())]
+        asked = sum(1 for _ in untried(fixed, ()))
         crossing = list(takewhile(lambda t: t.proposal.origin == CUT, history[asked:]))
         asked += len(crossing)
-        if self.by_cut is not None and len(crossing) < OPTIMUM_BUILDS:
-            for proposal in self.by_cut.optima(history[:asked]):
-                if proposal.placement not in tried:
-                    return (proposal,)
-        return self._next_batch(history, asked)
+        optima: Iterable[Proposal] = ()
+        if self.by_cut is not None and self.incremental and len(crossing) < OPTIMUM_BUILDS:
+            optima = self.by_cut.optima(history[:asked])
+        if proposals := tuple(islice(untried(chain(fixed, optima), history), 1)):
+            return proposals
+        return self._next_batch(history, asked) if self.incremental else ()
 
     @property
     def parts(self) -> Partition:

@@ -77,7 +77,7 @@ def cut(run: Run) -> Mode:
     suggestions = subject.suggestions() if can_learn else {}
     noise = binding_noise_of(run) if can_learn else None
     if noise is not None:
-        suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise)(noise.levels(())[0])
+        suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise, noise.levels(())[0])
     seeds = {**subject.foremost(), **suggestions, **weights_by_family(run.format_shares)}
     strategy: Strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
     if subject.numbers.wide is not None and not run.budget.is_late:
@@ -140,7 +140,6 @@ def region(run: Run) -> Mode:
         plan=settings.plan,
         seed=settings.seed,
         noise=noise,
-        within=placement_within(subject.shaped, subject.possible, noise),
         width=run.width,
     )
     strategy: Strategy = by_region

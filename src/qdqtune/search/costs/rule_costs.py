@@ -128,23 +128,19 @@ class RuleCosts:
         return tuple(next(found for found in order if self.allows(part, found)) for part in self.parts)
 
     def placement(self, labels: Labels) -> Placement:
-        edges, wide = set[Edge](), set[Edge]()
+        read: dict[Edge, int] = {}
         for part, label in zip(self.parts, labels, strict=True):
             for edge in part.reads:
                 number = self.maker.get(edge.tensor)
-                read = label if label != FLOAT or number is None else labels[number]
-                edges |= {edge} if read != FLOAT else set()
-                wide |= {edge} if read in SIXTEEN else set()
-            if label != FLOAT:
-                edges.update(part.weights, part.constants)
-                wide.update(part.constants if label in SIXTEEN else (), part.weights if label == W16A16 else ())
+                read[edge] = label if label != FLOAT or number is None else labels[number]
+            read |= dict.fromkeys(part.constants, label)
+            read |= dict.fromkeys(part.weights, W8A8 if label == W8A16 else label)
         for edge in self.fullest.edges:
             if edge.is_graph_output:
                 number = self.maker.get(edge.tensor)
-                written = W8A8 if number is None else labels[number]
-                edges |= {edge} if written != FLOAT else set()
-                wide |= {edge} if written in SIXTEEN else set()
-        return Placement.of(edges, (), wide)
+                read[edge] = W8A8 if number is None else labels[number]
+        edges = (edge for edge, label in read.items() if label != FLOAT)
+        return Placement.of(edges, (), (edge for edge, label in read.items() if label in SIXTEEN))
 
     def labels(self, placement: Placement) -> Labels:
         """The labels of parts under a placement: floats unless all that a part reads and writes has pairs. An operator

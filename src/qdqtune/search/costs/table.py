@@ -73,12 +73,9 @@ def solve(table: Table) -> list[int]:
     labels = range(len(table.costs[0]))
     if len(labels) == 2:
         return expansion(table, [0] * len(own), 1)
-    starts: dict[tuple[int, ...], list[int]] = {}
-    for label in labels:
-        start = [label if isfinite(costs[label]) else mine for costs, mine in zip(table.costs, own, strict=True)]
-        starts[tuple(start)] = start
-    starts[tuple(own)] = own
-    return min((_expanded(table, start) for start in starts.values()), key=table.total)
+    both = list(zip(table.costs, own, strict=True))
+    starts = [[label if isfinite(costs[label]) else mine for costs, mine in both] for label in labels]
+    return min((_expanded(table, list(start)) for start in dict.fromkeys(map(tuple, [*starts, own]))), key=table.total)
 
 
 def _expanded(table: Table, labels: list[int]) -> list[int]:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import Literal
 
@@ -101,14 +102,11 @@ class Partition:
     @cached_property
     def edges(self) -> Mapping[str, tuple[Edge, ...]]:
         """The possible edges of each tensor between units, uses as graph outputs included."""
-        crossing: dict[str, list[Edge]] = {}
-        for unit in self.units:
-            for edge in unit.inputs:
-                crossing.setdefault(edge.tensor, []).append(edge)
         outputs = sorted(Edge(tensor, "", slot) for slot, tensor in enumerate(self.model.outputs))
-        for edge in outputs:
-            if edge in self.possible and edge.tensor in self.producer:
-                crossing.setdefault(edge.tensor, []).append(edge)
+        shown = (e for e in outputs if e in self.possible and e.tensor in self.producer)
+        crossing = defaultdict[str, list[Edge]](list)
+        for edge in chain(*(unit.inputs for unit in self.units), shown):
+            crossing[edge.tensor].append(edge)
         return {t: tuple(es) for t, es in crossing.items()}
 
     def leaving(self, unit: Unit) -> list[str]:
@@ -224,16 +222,12 @@ def partition(
         taken.update(inside)
         sets += [tuple(inside)] if inside else []
     sets += [(n.index,) for n in model.nodes if n.index not in taken]
-    able, formatted = defaultdict[str, list[Edge]](list), defaultdict[str, list[Edge]](list)
-    for by_node, all_edges in ((able, possible), (formatted, format_shares)):
-        for edge in all_edges:
-            by_node[edge.node].append(edge)
     units = []
     for number, nodes in enumerate(sorted(sets)):
-        names = [model.nodes[n].name for n in nodes]
+        read = [e for n in nodes for e in sorted(model.nodes[n].into)]
         written = [t for n in nodes for t in model.nodes[n].outputs if t]
         made = set(written)
-        edges = [e for name in names for e in sorted(able[name])]
+        edges = [e for e in read if e in possible]
         entering = tuple(e for e in edges if e.tensor not in made and e.tensor not in model.constants)
         constants = tuple(e for e in edges if e.tensor in model.constants)
         weights = tuple(e for e in constants if model.node(e.node).op in COMPUTE) or constants
@@ -245,7 +239,7 @@ def partition(
                 weights=weights,
                 inner=tuple(e for e in edges if e not in entering and e not in weights),
                 outputs=tuple(t for t in written if any(use.node not in nodes for use in model.uses(t))),
-                weight_only=tuple(sorted(e for name in names for e in formatted[name])),
+                weight_only=tuple(sorted(e for e in read if e in format_shares)),
                 storable=tuple(dict.fromkeys(e.tensor for e in entering if e.tensor in model.producers)),
                 kind=kind_of(model, nodes),
             )
@@ -293,9 +287,7 @@ def kind_of(model: Model, nodes: tuple[int, ...]) -> str:
 
     def shape(tensor: str) -> str:
         info = model.tensors.get(tensor)
-        if info is None:
-            return "?"
-        return f"{info.dtype}{info.shape}"
+        return "?" if info is None else f"{info.dtype}{info.shape}"
 
     return ";".join(
         f"{n.domain}:{n.op}{sorted((k, str(v)) for k, v in n.attributes.items())}"

@@ -16,8 +16,7 @@ from qdqtune.timing.ratios import Plan, with_ratios
 from qdqtune.types import Placement, Trial
 
 
-class _Row(msgspec.Struct, kw_only=True):
-    ratio: float = 1.0
+class _Row(msgspec.Struct):
     points: list[Point]
 
 
@@ -27,7 +26,6 @@ class _Entry(msgspec.Struct):
 
 
 class _Content(msgspec.Struct):
-    version: int
     patterns: list[_Entry]
 
 
@@ -36,11 +34,10 @@ def content_of(caches: Mapping[str, Sequence[tuple[Scheme, float]]]) -> dict[str
     to what they replaced."""
     entries = []
     for digest, schemes in caches.items():
-        rows = [_Row(ratio=round(ratio, 4), points=sorted(scheme)) for scheme, ratio in schemes]
+        rows = [{"ratio": round(ratio, 4), "points": sorted(scheme)} for scheme, ratio in schemes]
         if rows:
-            entries.append(_Entry(digest, rows))
-    content: dict[str, Any] = msgspec.to_builtins(_Content(VERSION, entries))
-    return content
+            entries.append({"pattern": digest, "schemes": rows})
+    return {"version": VERSION, "patterns": msgspec.to_builtins(entries)}
 
 
 def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
