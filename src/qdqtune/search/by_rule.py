@@ -48,10 +48,6 @@ REFUSED = re.compile(r"OpType:(\w+)")
 """Finds the operator that an execution provider refused in ONNX Runtime's message."""
 
 
-Idea = tuple[str, Labels]
-"""The origin of a proposal, and the bits of each part (`Labels`)."""
-
-
 @dataclass(frozen=True)
 class RuleSearch:
     """Search by rule (see the module). `is_timed`: builds are timed, and parts may be faster in float."""
@@ -66,7 +62,8 @@ class RuleSearch:
         proposals = (Proposal(origin, costs.placement(labels), wants_layers=True) for origin, labels in ideas)
         return tuple(islice(untried(proposals, history), 1))
 
-    def _ideas(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Idea]:
+    def _ideas(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[tuple[str, Labels]]:
+        """Origins of proposals, with the bits of each part."""
         narrow, wide = costs.everywhere(W8A8), costs.everywhere(W16A16)
         yield ALL_8, narrow
         held = {t.placement: t.holds is True and failure(t) is None for t in history}
@@ -78,8 +75,8 @@ class RuleSearch:
         if all(failure(t) is not None for t in history[-FRUITLESS:]) and len(history) >= FRUITLESS:
             return
         float_too = leaves or not held.get(costs.placement(wide)) or self.is_timed
-        yield from self._within_limits(costs, history, float_too=float_too)
-        yield from self._narrowed(costs, history)
+        yield from ((BY_RULE, labels) for labels in self._within_limits(costs, history, float_too=float_too))
+        yield from ((NARROWED, labels) for labels in self._narrowed(costs, history))
 
     def learned(self, history: Sequence[Trial]) -> RuleCosts:
         """The costs, updated by builds: nodes that ran on another processor, operators refused in 16 bits."""
@@ -93,7 +90,7 @@ class RuleSearch:
 
     # ------------------------------------------------ within the limits
 
-    def _within_limits(self, costs: RuleCosts, history: Sequence[Trial], *, float_too: bool) -> Iterator[Idea]:
+    def _within_limits(self, costs: RuleCosts, history: Sequence[Trial], *, float_too: bool) -> Iterator[Labels]:
         """The cheapest placement expected to meet the limits, by simulated noise; or without simulation one for each of
         several guesses of the allowed sum of noise. All are cheaper than the best so far."""
         if sum(t.proposal.origin == BY_RULE for t in history) >= AIMS:
@@ -121,7 +118,7 @@ class RuleSearch:
             if bound is not None:
                 labels = self._lowered(costs, labels, noise, bound)
             if costs.total(labels) < most:
-                yield BY_RULE, labels
+                yield labels
 
     def _lowered(self, costs: RuleCosts, labels: Labels, noise: Noise, limit: float) -> Labels:
         """The labels with as many parts in fewer bits as simulated noise allows: tries large groups of parts first,
@@ -147,7 +144,7 @@ class RuleSearch:
 
     # ------------------------------------------------ one part after the other
 
-    def _narrowed(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Idea]:
+    def _narrowed(self, costs: RuleCosts, history: Sequence[Trial]) -> Iterator[Labels]:
         """The best placement with parts in fewer bits: first an eighth of the parts, those that save most for the noise
         they add, then a sixteenth, and so on; then runs of neighbours, which need no conversion between them: half of
         the parts, a quarter, and so on; then each part alone. Left out are those that should miss the limit by
@@ -183,7 +180,7 @@ class RuleSearch:
                 continue
             noise = simulate(costs.placement(labels)) if simulate is not None and isfinite(most) else None
             if noise is None or noise <= most:
-                yield NARROWED, labels
+                yield labels
 
 
 def _neighbours(labels: Labels, fewest: Labels) -> Iterator[Labels]:

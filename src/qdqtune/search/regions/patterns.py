@@ -139,9 +139,8 @@ def _edges(model: Model, region: Region, listing: Listing) -> Mapping[Point, fro
     entering: dict[int, dict[str, set[Edge]]] = {}
     for number, node in enumerate(listing.nodes):
         into = model.nodes[node].into
-        for k, slot in enumerate(listing.orders[number]):
-            read = listing.reads[number][slot]
-            own = {into[slot]} if read.carries else set[Edge]()
+        for k, read in enumerate(listing.reads[number]):
+            own = {into[read.slot]} if read.carries else set[Edge]()
             if not child or read.tensor.source != "activation":
                 edges[Point("node_input", number, k)] = own
             elif child.get(read.tensor.producer) != child[node]:

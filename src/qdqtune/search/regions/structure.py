@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -28,9 +28,6 @@ TYPE_LETTERS: Mapping[int, str] = {
     onnx.TensorProto.STRING: "s",
 }
 
-FREE = -2
-"""The role of the inputs of a commutative operator, which may change places, and of captured tensors."""
-
 
 class Tensor(NamedTuple):
     """What an input reads: nothing, a constant, or an activation, from node `producer` or from outside the model (-1).
@@ -47,12 +44,14 @@ class Tensor(NamedTuple):
 
 
 class Read(NamedTuple):
-    """An input of a node, or a tensor that its subgraphs capture. `carries`: a Q/DQ pair can stand there. `role` is the
-    number of the input, or `FREE`."""
+    """Input `slot` of a node, or a tensor that its subgraphs capture. `carries`: a Q/DQ pair can stand there.
+    `is_free`: it may change places with other free ones, as inputs of commutative operators and captured tensors may.
+    """
 
     tensor: Tensor
-    role: int
+    slot: int
     carries: bool
+    is_free: bool
     is_captured: bool
 
 
@@ -108,14 +107,13 @@ def _attribute(value: object) -> str:
 class Listing:
     """A part of the graph in canonical order.
 
-    `nodes` are node indices; `reads[k]` are the inputs of the k-th in file order, `orders[k]` their canonical order.
+    `nodes` are node indices; `reads[k]` are the inputs of the k-th, in canonical order too.
     `borders` are the activations from outside, `exits` the outputs used outside, as (canonical node number, output
     number). `lines` describe all of it as text: if two listings have equal lines, equal numbers correspond.
     """
 
     nodes: tuple[int, ...]
     reads: tuple[tuple[Read, ...], ...]
-    orders: tuple[Sequence[int], ...]
     borders: tuple[str, ...]
     exits: tuple[tuple[int, int], ...]
     lines: tuple[str, ...]
@@ -148,7 +146,7 @@ class Structure:
             is_captured = slot >= len(node.inputs)
             tensor = self.tensors.get(name) or Tensor("activation", name, self.type_letter(name), -1, -1)
             carries = not is_captured and can_carry(self.model, name, node.index, slot)
-            reads.append(Read(tensor, FREE if is_free or is_captured else slot, carries, is_captured))
+            reads.append(Read(tensor, slot, carries, is_free or is_captured, is_captured))
             if name:
                 self._use(name, node.index, carries=carries)
         return tuple(reads)
@@ -196,15 +194,12 @@ class Structure:
                 return 2, tensor.position, 0, self.texts[tensor.producer] if tensor.producer >= 0 else ""
             return 3, 0, 0, tensor.letter
 
-        def ordered(node: int) -> Sequence[int]:
-            reads = self.reads[node]
-            free = [k for k, read in enumerate(reads) if read.role == FREE]  # behind all others
-            if len(free) < 2:
-                return range(len(reads))
-            return (*range(free[0]), *sorted(free, key=lambda k: rank(reads[k].tensor)))
+        def ordered(node: int) -> tuple[Read, ...]:
+            free = sorted((read for read in self.reads[node] if read.is_free), key=lambda read: rank(read.tensor))
+            return (*(read for read in self.reads[node] if not read.is_free), *free)
 
         def look(node: int) -> tuple[str, str, list[tuple[int, int, int, str]]]:
-            return self.texts[node], written(node), [rank(self.reads[node][k].tensor) for k in ordered(node)]
+            return self.texts[node], written(node), [rank(read.tensor) for read in ordered(node)]
 
         def read_text(read: Read) -> str:
             source, name, letter, producer, position = read.tensor
@@ -216,14 +211,13 @@ class Structure:
                 return "_" if source == "missing" else f"const:{letter}"
             return f"captured {text}" if read.is_captured else text
 
-        orders, lines, exits = list[Sequence[int]](), list[str](), list[tuple[int, int]]()
+        reads, lines, exits = list[tuple[Read, ...]](), list[str](), list[tuple[int, int]]()
         for _, level in sorted(levels.items()):
             for node in sorted(level, key=look):
-                orders.append(ordered(node))
+                reads.append(ordered(node))
                 results = written(node)
-                inputs = ", ".join(read_text(self.reads[node][k]) for k in orders[-1])
+                inputs = ", ".join(map(read_text, reads[-1]))
                 lines.append(f"{self.texts[node]}({inputs})->{results}")
                 number[node] = len(number)
                 exits += [(number[node], k) for k, text in enumerate(results.split(",")) if text.endswith(("!", "'"))]
-        reads = tuple(self.reads[n] for n in number)
-        return Listing(tuple(number), reads, tuple(orders), tuple(border), tuple(exits), tuple(lines))
+        return Listing(tuple(number), tuple(reads), tuple(border), tuple(exits), tuple(lines))
