@@ -26,7 +26,7 @@ from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model, Node, rebuild
 from qdqtune.graph.simplifying import UniqueNames, names_in
 from qdqtune.placement.possible import possible_edges, weight_at
-from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, float_type
+from qdqtune.placement.quantizations import Bias, Decision, Quantizer, float_type
 from qdqtune.placement.weight_only import BLOCK_OPSET, FormattedWeights
 from qdqtune.types import Array, Edge, NumericFormat, Placement, WeightFormat
 
@@ -130,12 +130,12 @@ class _Writer:
         return result
 
     def _inputs(self, node: Node, edges: Iterable[Edge]) -> list[str]:
-        decision, paired = self._decision, self._placement.edges
+        paired = self._placement.edges
         inputs = [self._dequantized(e) if e in paired else self._raw.get(e.tensor, e.tensor) for e in edges]
-        if node.index in decision.biases or node.index in decision.shifted:
-            slot = 2 if node.op in TAKES_BIAS else decision.shifted[node.index].slot
-            inputs = [*inputs[:2], *[""] * (slot + 1 - len(inputs[:2]))]
-            inputs[slot] = self._bias(node, slot)
+        bias = self._decision.biases.get(node.index)
+        if bias is not None:
+            inputs = [*inputs[:2], *[""] * (bias.slot + 1 - len(inputs[:2]))]
+            inputs[bias.slot] = self._bias(node, bias)
         return inputs
 
     def _dequantized(self, edge: Edge) -> str:
@@ -204,12 +204,11 @@ class _Writer:
         self._add("DequantizeLinear", tensor, [name, *parameters], self._made[key], axis=axis)
         return self._made[key]
 
-    def _bias(self, node: Node, slot: int) -> str:
+    def _bias(self, node: Node, bias: Bias) -> str:
         """The name of a node's new bias: the output of a DQ of int32 values, or else a corrected float bias."""
-        tensor = (node.inputs[slot] if len(node.inputs) > slot else "") or f"{node.outputs[0]}_bias"
-        bias = self._decision.biases.get(node.index)
-        if bias is None:
-            return self._in_memory(f"{tensor}_corrected", self._decision.shifted[node.index].values)
+        tensor = (node.inputs[bias.slot] if len(node.inputs) > bias.slot else "") or f"{node.outputs[0]}_bias"
+        if bias.scale is None:
+            return self._in_memory(f"{tensor}_corrected", bias.values)
         name = self._in_memory(f"{tensor}_quantized", bias.values)
         scale = self._in_memory(f"{name}_scale", bias.scale.astype(float_type(self._model, node.inputs[1])))
         zero_point = self._in_memory(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from onnx import helper
@@ -32,34 +32,27 @@ number formats" in the findings."""
 
 
 @dataclass(frozen=True, eq=False)
-class IntegerBias:
-    """A bias in int32, and its scale: one number, or one for each channel."""
-
-    values: Array
-    scale: Array
-
-
-@dataclass(frozen=True, eq=False)
-class ShiftedBias:
-    """A float bias after bias correction, `values` [channels], for input number `slot` of a node."""
+class Bias:
+    """A new bias [channels] for input number `slot` of a node: in int32, with one scale or one for each channel; or a
+    float one after bias correction, without a scale."""
 
     slot: int
     values: Array
+    scale: Array | None = None
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How one placement is quantized: activations by name and constants by edge; int32 biases, and `shifted`
-    (corrected) float biases, by node index; and indices of the Relu and Clip nodes to leave out (`dropped`). The edges
-    `conversions` read their activation in another number of bits than it is stored in, as `converted` says."""
+    """How one placement is quantized: activations by name and constants by edge; new biases by node index; and indices
+    of the Relu and Clip nodes to leave out (`dropped`). The edges `conversions` read their activation in another number
+    of bits than it is stored in, as `converted` says."""
 
     activations: Mapping[str, Quantization]
     constants: Mapping[Edge, Quantization]
-    biases: Mapping[int, IntegerBias]
-    shifted: Mapping[int, ShiftedBias]
+    biases: Mapping[int, Bias]
     dropped: frozenset[int]
-    converted: Mapping[str, Quantization] = field(default_factory=dict)
-    conversions: frozenset[Edge] = frozenset()
+    converted: Mapping[str, Quantization]
+    conversions: frozenset[Edge]
 
 
 class Quantizer:
@@ -108,21 +101,22 @@ class Quantizer:
         twice = sorted({e.tensor for e in other})
         converted = {t: self._own_scale(t, self._ranges.activations[t], wide=t not in stored) for t in twice}
         dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
-        shifted = self._shifted(placement)
+        biases = self._shifted(placement)
         read = {e: converted.get(e.tensor) if e in other else activations.get(e.tensor) for e in placement}
-        biases = dict(self._biases(placement, read, weights, shifted)) if self._format.bias == "int32" else {}
-        return Decision(activations, weights, biases, shifted, dropped, converted, other)
+        if self._format.bias == "int32":
+            biases = biases | dict(self._biases(placement, read, weights, biases))
+        return Decision(activations, weights, biases, dropped, converted, other)
 
-    def _shifted(self, placement: Placement) -> dict[int, ShiftedBias]:
+    def _shifted(self, placement: Placement) -> dict[int, Bias]:
         """Corrected float biases of quantized layers, by index of the node that adds them."""
-        model, found = self._model, dict[int, ShiftedBias]()
+        model, found = self._model, dict[int, Bias]()
         for node in (n for n in model.nodes if n.name in self._ranges.shifts):
             layer = biased_layer_at(model, placement, node)
             if layer is not None:
                 own = node.inputs[layer.slot] if layer.slot < len(node.inputs) else ""
                 shift = np.asarray(self._ranges.shifts[node.name], np.float64)
                 values = (model.constants[own].array() if own else 0.0) + shift
-                found[node.index] = ShiftedBias(layer.slot, values.astype(float_type(model, node.outputs[0])))
+                found[node.index] = Bias(layer.slot, values.astype(float_type(model, node.outputs[0])))
         return found
 
     def _own_scale(self, tensor: str, values: Range, is_joined: bool = False, *, wide: bool) -> Quantization:
@@ -167,8 +161,8 @@ class Quantizer:
 
     def _biases(
         self, placement: Placement, read: Mapping[Edge, Quantization | None], weights: dict[Edge, Quantization],
-        shifted: Mapping[int, ShiftedBias],
-    ) -> Iterator[tuple[int, IntegerBias]]:  # fmt: skip
+        shifted: Mapping[int, Bias],
+    ) -> Iterator[tuple[int, Bias]]:  # fmt: skip
         """Int32 biases by node index, of nodes whose input and weight both carry pairs; scale = input scale * weight
         scale. `read` has the quantization of each edge. If a bias would overflow, the scale in `weights` is raised."""
         model = self._model
@@ -194,7 +188,7 @@ class Quantizer:
                 scale = np.asarray(sx * weights[w].scale)
             if scale.size in (1, values.size):
                 rounded = np.rint(values.astype(np.float64) / scale.astype(np.float64)).astype(np.int32)
-                yield node.index, IntegerBias(rounded, scale)
+                yield node.index, Bias(2, rounded, scale)
 
 
 def float_type(model: Model, tensor: str) -> np.dtype[np.generic]:
