@@ -60,19 +60,45 @@ class Pair:
     def is_wide(self) -> bool:
         return self.zero_point.dtype.itemsize == 2 and self.zero_point.dtype.kind in "iu"
 
+    @property
+    def integers(self) -> tuple[float, float]:
+        """The least and the largest number of the type that values are stored in."""
+        dtype = self.zero_point.dtype
+        info = (ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype)
+        return float(info.min), float(info.max)
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """The weight format of integers with these zero points and this block size; None if it is not supported."""
+        name = self.zero_point.dtype.name
+        is_signed = not name.startswith("u") and not self.zero_point.astype(np.int8).any()
+        try:
+            return WeightFormat(4 if name.endswith("int4") else 8, self.block, is_signed)
+        except ValueError:  # another block size, or 4 bits with one scale for each channel
+            return None
+
     def end(self, which: Literal["min", "max"]) -> float:
         """One end of the range, over all channels or blocks; NaN if a scale is NaN."""
         zero = self.zero_point.astype(np.float64)
-        low, high = ends(self.zero_point.dtype)
+        low, high = self.integers
         if which == "max":
             return float(np.max((high - zero) * self.scale))
         lowest = np.where(zero == 0, -high, low) if low < 0 else low
         return float(np.min((lowest - zero) * self.scale))
 
+    def dequantized(self, integers: Array) -> Array:
+        """(q - zero point) * scale in float32. Scale and zero point are scalars, or have one entry for each index along
+        `axis`, or with a `block` one for each block of so many indices along it."""
 
-def ends(dtype: np.dtype[np.generic]) -> tuple[float, float]:
-    info = (ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype)
-    return float(info.min), float(info.max)
+        def spread(numbers: Array) -> Array:
+            exact = numbers.astype(np.float32)
+            if exact.size == 1:
+                return exact.reshape(())
+            if self.block is not None:
+                return np.take(np.repeat(exact, self.block, self.axis), range(integers.shape[self.axis]), self.axis)
+            return exact.reshape([-1 if i == self.axis % integers.ndim else 1 for i in range(integers.ndim)])
+
+        return np.asarray((integers.astype(np.float32) - spread(self.zero_point)) * spread(self.scale))
 
 
 def is_quantized(model: Model) -> bool:
@@ -119,7 +145,7 @@ def _has_steps_of_weights(pair: Pair, axis: int | None, rank: int, quant_type: Q
     if quant_type == "fp8" or "float" in pair.zero_point.dtype.name:
         return quant_type == "fp8" and pair.zero_point.dtype.name == "float8_e4m3fn"
     zero = pair.zero_point.astype(np.int64)
-    low, high = ends(pair.zero_point.dtype)
+    low, high = pair.integers
     return bool((low - zero >= -128).all() and (high - zero <= 127).all())
 
 
@@ -139,16 +165,15 @@ def _matched(float_model: Model, qdq_model: Model) -> tuple[Placement, dict[Edge
         for use in _uses_behind(float_model, qdq_model, pair):
             if is_conversion(qdq_model, use):
                 continue
-            edge = counterpart(float_model, qdq_model, pair, use.node, use.slot, twins)
-            weight_format = weight_format_in(pair.zero_point, pair.block)
+            edge = counterpart(float_model, qdq_model, pair, use, twins)
             if edge is None:
                 unmatched.append(pair.dq.name)
             elif not _is_weight_only(qdq_model, pair, use.node) or weight_at(float_model, edge) is None:
                 edges[edge] = pair
-            elif weight_format is None:
+            elif pair.weight_format is None:
                 unmatched.append(pair.dq.name)
             else:
-                formats[edge] = weight_format
+                formats[edge] = pair.weight_format
     for product in dynamic_products_of(qdq_model):
         known = float_model.index_of.get(product.node.name)
         twin = float_model.maker(product.last.outputs[0]) if known is None else float_model.nodes[known]
@@ -190,7 +215,7 @@ def weight_only_formats(model: Model) -> dict[str, WeightFormat]:
     """Weight formats by name of the DQ, of weights that are quantized without their activation."""
     formats: dict[str, WeightFormat] = {}
     for pair in pairs_of(model):
-        uses, weight_format = model.uses(pair.dq.outputs[0]), weight_format_in(pair.zero_point, pair.block)
+        uses, weight_format = model.uses(pair.dq.outputs[0]), pair.weight_format
         if weight_format is not None and uses and all(_is_weight_only(model, pair, use.node) for use in uses):
             formats[pair.dq.name] = weight_format
     return formats
@@ -300,48 +325,21 @@ def _is_read_by_pair(float_model: Model, qdq_model: Model, tensor: str, source: 
     return tensor == result
 
 
-def counterpart(
-    float_model: Model, qdq_model: Model, pair: Pair, node: int, slot: int, twins: Mapping[int, Node]
-) -> Edge | None:
-    """The float edge that matches a use of a pair: input `slot` of Q/DQ node `node`; None if there is none."""
-    if node == GRAPH:
-        tensor = qdq_model.outputs[slot]
+def counterpart(float_model: Model, qdq_model: Model, pair: Pair, use: Use, twins: Mapping[int, Node]) -> Edge | None:
+    """The float edge that matches a use of a pair in the Q/DQ model; None if there is none."""
+    if use.node == GRAPH:
+        tensor = qdq_model.outputs[use.slot]
         if tensor not in float_model.outputs:
             return None
         known = _is_read_by_pair(float_model, qdq_model, tensor, pair.source, twins)
         return Edge(tensor, "", float_model.outputs.index(tensor)) if known else None
-    twin = twins.get(node)
-    if twin is None or not 0 <= slot < len(twin.inputs) or not twin.inputs[slot]:
+    twin = twins.get(use.node)
+    if twin is None or not 0 <= use.slot < len(twin.inputs) or not twin.inputs[use.slot]:
         return None
-    tensor, edge = twin.inputs[slot], twin.into[slot]
+    tensor, edge = twin.inputs[use.slot], twin.into[use.slot]
     info = float_model.tensors.get(tensor)
     is_fixed = tensor in float_model.constants or (pair.is_constant and weight_at(float_model, edge) is not None)
     return edge if is_fixed == pair.is_constant and (info is None or info.is_float) else None
-
-
-def weight_format_in(zero_point: Array, block: int | None) -> WeightFormat | None:
-    """The weight format of integers with these zero points and this block size; None if it is not supported."""
-    name = zero_point.dtype.name
-    is_signed = not name.startswith("u") and not zero_point.astype(np.int8).any()
-    try:
-        return WeightFormat(4 if name.endswith("int4") else 8, block, is_signed)
-    except ValueError:  # another block size, or 4 bits with one scale for each channel
-        return None
-
-
-def dequantized(integers: Array, scale: Array, zero_point: Array, axis: int, block: int | None) -> Array:
-    """(q - zero point) * scale in float32. Scale and zero point are scalars, or have one entry for each index along
-    `axis`, or with a `block` one for each block of so many indices along it."""
-
-    def spread(numbers: Array) -> Array:
-        exact = numbers.astype(np.float32)
-        if exact.size == 1:
-            return exact.reshape(())
-        if block is not None:
-            return np.take(np.repeat(exact, block, axis), range(integers.shape[axis]), axis)
-        return exact.reshape([-1 if i == axis % integers.ndim else 1 for i in range(integers.ndim)])
-
-    return np.asarray((integers.astype(np.float32) - spread(zero_point)) * spread(scale))
 
 
 @dataclass(frozen=True, eq=False)

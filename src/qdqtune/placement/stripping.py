@@ -13,8 +13,7 @@ from qdqtune.graph.inference import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS
 from qdqtune.graph.simplifying import drop_unused
-from qdqtune.placement.reading import DynamicProduct, Pair, dequantized, dynamic_products_of, pairs_of
-from qdqtune.types import Array
+from qdqtune.placement.reading import DynamicProduct, Pair, dynamic_products_of, pairs_of
 
 
 def strip_pairs(model: Model) -> Model:
@@ -90,13 +89,9 @@ def _dequantized(model: Model, pair: Pair) -> Constant:
             return constant
         key = f"{constant.key}:cast:{pair.dtype}"
         return Constant(key, pair.dtype, constant.shape, lambda: constant.array().astype(dtype))
-
-    def read() -> Array:
-        return dequantized(constant.array(), pair.scale, pair.zero_point, pair.axis, pair.block).astype(dtype)
-
     numbers = ":".join(model.constants[name].key for name in pair.dq.inputs[1:] if name)
     key = f"{constant.key}:dequantized:{numbers}:{pair.axis}:{pair.block}:{pair.dtype}"
-    return Constant(key, pair.dtype, constant.shape, read)
+    return Constant(key, pair.dtype, constant.shape, lambda: pair.dequantized(constant.array()).astype(dtype))
 
 
 def _lost_clamp(model: Model, pair: Pair) -> tuple[onnx.NodeProto, dict[str, Constant]]:

@@ -19,7 +19,7 @@ from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import CLAMPS
 from qdqtune.graph.simplifying import UniqueNames, drop_unused, names_in
 from qdqtune.placement.insertion import RAW_OUTPUT
-from qdqtune.placement.reading import Pair, counterpart, dequantized, ends, is_conversion, pairs_of, twins_of
+from qdqtune.placement.reading import Pair, counterpart, is_conversion, pairs_of, twins_of
 from qdqtune.types import Edge
 
 SWITCH = "__switch_"
@@ -182,7 +182,7 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
         uses = [use for use in qdq_model.uses(result) if not is_conversion(qdq_model, use)]
         if not uses and qdq_model.uses(result):
             continue
-        edges = [counterpart(float_model, qdq_model, pair, u.node, u.slot, twins) for u in uses]
+        edges = [counterpart(float_model, qdq_model, pair, use, twins) for use in uses]
         known = [e for e in edges if e is not None]
         # A bias may be new: correcting biases gives one to a Conv that had none.
         if (len(known) < len(edges) or not known) and not pair.is_bias:
@@ -213,11 +213,10 @@ def representable(rounding: FilePair) -> tuple[float, float]:
     constant without a Q: of its dequantized values."""
     pair = rounding.pair
     if pair.q is None:
-        integers = rounding.constants[pair.source].array()
-        values = dequantized(integers, pair.scale, pair.zero_point, pair.axis, pair.block)
+        values = pair.dequantized(rounding.constants[pair.source].array())
     else:
         scale, zero = pair.scale.astype(np.float64), pair.zero_point.astype(np.float64)
-        values = np.stack([(end - zero) * scale for end in ends(pair.zero_point.dtype)])
+        values = np.stack([(end - zero) * scale for end in pair.integers])
     return float(values.min()), float(values.max())
 
 
