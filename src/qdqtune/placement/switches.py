@@ -202,9 +202,8 @@ def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ..
             if clamp is not None and clamp.op in CLAMPS and clamp.name not in kept:  # the file has dropped it
                 source = tensor if before is not None and before.op in CLAMPS else clamp.inputs[0]
             pairs.append(FilePair(tensor, source, mine, nodes, constants, kind, pair))
-    order = {name: i for i, name in enumerate(float_model.index_of)}
-    last = len(order)
-    pairs.sort(key=lambda pair: min(order.get(e.node, last) for e in pair.edges))
+    last = len(float_model.nodes)
+    pairs.sort(key=lambda pair: min(float_model.index_of.get(e.node, last) for e in pair.edges))
     return tuple(pairs), tuple(unmatched)
 
 
