@@ -355,7 +355,7 @@ def test_values_have_their_place_on_an_axis_and_ticks_are_round() -> None:
     assert [axis.place(value) for value in (0.5, 1.0, 1.5, 3.0, 9.0)] == [0.0, 0.0, 25.0, 100.0, 100.0]
     assert axis.ticks(4) == (1.0, 1.5, 2.0, 2.5, 3.0)
     assert spanning([2.0, 4.0], pad=0.1) == Axis(1.8, 4.2)
-    assert spanning([5.0]).low < 5.0 < spanning([5.0]).high
+    assert spanning([5.0], pad=0.1).low < 5.0 < spanning([5.0], pad=0.1).high
 
 
 def test_equal_outputs_stand_at_the_top_of_the_chart_of_points() -> None:

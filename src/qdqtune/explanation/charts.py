@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from qdqtune.explanation.report import Point
 from qdqtune.timing.ratios import Ratio
@@ -30,20 +31,17 @@ class Axis:
         return tuple(round(n * step, 10) for n in range(first, math.floor(self.high / step + 1e-9) + 1))
 
 
-def spanning(values: Iterable[float], pad: float = 0.06) -> Axis:
+def spanning(values: Iterable[float], pad: float) -> Axis:
     numbers = list(values)
     low, high = min(numbers), max(numbers)
     room = pad * (high - low) or 0.05 * abs(high) or 1.0
     return Axis(low - room, high + room)
 
 
-def ends(speed: Ratio) -> tuple[float, ...]:
-    """The median of a speed, and those ends of its interval that are known."""
-    return tuple(v for v in (speed.low, speed.median, speed.high) if v is not None)
-
-
-def of_speeds(speeds: Iterable[Ratio]) -> Axis:
-    return spanning([1.0, *(value for speed in speeds for value in ends(speed))])
+def of_speeds(speeds: Iterable[Ratio], pad: float = 0.06) -> Axis:
+    """An axis for 1 and for speeds, with those ends of their intervals that are known."""
+    ends = chain(*((speed.low, speed.median, speed.high) for speed in speeds))
+    return spanning([1.0, *(end for end in ends if end is not None)], pad)
 
 
 @dataclass(frozen=True)
