@@ -163,11 +163,9 @@ def flipped(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
     """The decisions of a path, each with one of the units that take the most time flipped between quantized and
     float."""
     parts = costs.partition
-    able = sorted((u.number for u in parts.units if u.inputs), key=lambda n: (-costs.prices[n].as_float, n))[
-        :FLIPPED_UNITS
-    ]
+    able = sorted((u.number for u in parts.units if u.inputs), key=lambda n: (-costs.prices[n].as_float, n))
     for decision in path:
-        for number in able:
+        for number in able[:FLIPPED_UNITS]:
             yield other(parts, decision, [number])
 
 

@@ -77,9 +77,8 @@ class Costs:
         return self.total(self.partition.decision(placement))
 
     def total(self, decision: Decision) -> float:
-        return sum(self.of_unit(u, decision) for u in self.partition.units) + sum(
-            self.of_tensor(t, decision) for t in self.partition.edges
-        )
+        of_units = sum(self.of_unit(u, decision) for u in self.partition.units)
+        return of_units + sum(self.of_tensor(t, decision) for t in self.partition.edges)
 
     def of_unit(self, unit: Unit, decision: Decision) -> float:
         """The predicted ms of one unit, without separate Q and DQ kernels."""
