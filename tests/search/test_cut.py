@@ -374,7 +374,7 @@ def test_at_the_end_several_parts_get_fewer_bits_at_once() -> None:
     search = RuleSearch(found, noise(found, {}))
     wide = found.placement(found.everywhere(W16A16))
     trial = Trial(1, Proposal(ALL_16, wide), Placement(), CostsByRule(2.0, 1.0), accuracy=Accuracy(30.5), accepted=True)
-    narrowed = [labels.count(W8A16) for _, labels in search._narrowed(found, [trial])]
+    narrowed = [labels.count(W8A16) for labels in search._narrowed(found, [trial])]
     assert narrowed[:3] == [5, 2, 1]
 
 
