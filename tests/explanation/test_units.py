@@ -285,7 +285,7 @@ def test_a_unit_that_reads_8_bits_and_writes_floats_is_estimated_from_what_it_ta
 def test_what_got_slower_is_told_why_and_times_that_contradict_each_other_are_told_as_rough(
     chain: Model, tmp_path: Path
 ) -> None:
-    together = (Layer("a", ("a", "b"), "FP32", 3.5, "compute"), Layer("c", ("c",), "FP32", 0.5, "compute"))
+    together = (Layer("a", ("a", "b"), "FP32", 3.4, "compute"), Layer("c", ("c",), "FP32", 0.6, "compute"))
     ships, as_shipped = placed(chain, "a"), ran("a", a=1.5, b=1.2, c=0.5)
     run = made_up(tmp_path, (ships, (0.8,) * 12), model=chain, placement=ships, shipped_layers=as_shipped)
     vars(run).update(float_layers=together)
@@ -293,6 +293,10 @@ def test_what_got_slower_is_told_why_and_times_that_contradict_each_other_are_to
     rows = by_name(explanations(run))
     assert "in the float model it is a part of one kernel with a, and its time there a guess" in rows["b"].detail
     assert units.disturbance(run) == ""
+    assert run.spent["c"] == run.float_spent["c"]  # the same kernel
+    vars(run).update(shipped_layers=ran("a", "c", a=1.5, b=1.2, c=0.5))  # another, as behind a Q that was moved
+    del vars(run)["spent"]
+    assert run.spent["c"].own == pytest.approx(0.5)
     vars(run).update(float_layers=ran(a=0.5, b=1.5, c=2.0))
     vars(run).pop("float_spent")
     assert "those beside no pair take 2 ms in float, and 0.5 ms in what ships" in units.disturbance(run)
@@ -359,14 +363,15 @@ def test_what_this_engine_always_computes_in_float_has_no_kernel_whatever_candid
     vars(run).update(shipped_layers=product, history=(replace(run.history[0], layers=product),))
     vars(run)["summary"] |= {"engine": {"engine": "onnxruntime"}, "final_ms": 3.2}
     rows = by_name(explanations(run))
-    assert rows["a"].why.startswith("8-bit product, scales of its input found at each run (d8): part of")
+    assert rows["a"].why.startswith("an 8-bit product that finds the scale of its input in every inference: part of")
     assert (rows["c"].nodes, rows["c"].state, rows["c"].precision) == (("b", "c"), "float", "fp32")
     assert rows["c"].why == "no kernel for this operator: this engine computes Tanh in float, with or without pairs"
     vars(run).update(float_layers=ran(a=1.0, b=1.0, c=1.0))
     vars(run)["summary"] |= {"shipped": "tuned"}
     del vars(run)["float_spent"]
     product_row, bias = (by_name(explanations(run))[name] for name in ("a", "b"))
-    assert (bias.state, bias.why) == ("8 bits, dynamic", "the kernel of a computes it too, in float")
+    assert (bias.state, bias.precision) == ("8 bits, dynamic", "float")
+    assert bias.why == "the kernel of a computes it too, in float"
     assert (product_row.source, product_row.more_ms) == ("measured", pytest.approx(0.8))
 
 

@@ -256,10 +256,10 @@ def explain_command(options: ExplainOptions, terminal: Terminal) -> int:
 
     DIR is the output folder of `qdqtune tune`. Without a node: the nodes by reason, what takes the most time first.
     Times are in ms: the measured latency of the whole model, divided among its layers as the engine reports them; each
-    conversion counts with one node. For a node in float: why it is not in 8 bits (the glossary lists the reasons). If
-    its reason is time, and more than noise: how much longer the model would take with it and nodes like it in 8 bits.
-    `measured` means that two builds differed in these nodes alone and ran in the same rounds; `estimated`, that layer
-    times of several builds predict it. Nothing is run.
+    conversion counts with one node; a node that runs in the same kernel in both files has one time. For a node in
+    float: why it is not in 8 bits (the glossary lists the reasons). If its reason is time, and more than noise: how
+    much longer the model would take with it and nodes like it in 8 bits. `measured` means that two builds differed in
+    these nodes alone and ran in the same rounds; `estimated`, that layer times of builds predict it. Nothing is run.
 
     \b
     qdqtune explain qdqtune_output

@@ -48,14 +48,13 @@ class Explained(Shown):
                 (", ".join(row.nodes), ", ".join(row.operators), _runs_in(row), row.why, *_times(row))
                 for row in self.rows
             ]
-            columns = ("nodes", "operators", "runs in", "why", "ms", f"{self.floats}, ms")
-            return Table(columns, rows, self.caution)
+            return Table(("nodes", "operators", "runs in", "why", "ms", f"{self.floats}, ms"), rows, self.caution)
         sums: list[tuple[str, ...]] = [
             (str(len(each.nodes)), each.state, *_times(each), each.reason, tail(each.nodes[0]))
             for each in tally(self.rows)
         ]
         both = (milliseconds(total(row.ms for row in self.rows)), milliseconds(total(r.float_ms for r in self.rows)))
-        sums.append((str(sum(len(row.nodes) for row in self.rows)), "", *both, "all nodes", ""))
+        sums.append((str(sum(len(row.nodes) for row in self.rows)), "total", *both, "", ""))
         is_timed = any(row.ms is not None or row.float_ms is not None for row in self.rows)
         caption = self.caution if is_timed else "no times: this run measured no layers"
         titles = ("nodes", "runs in", "ms", f"{self.floats}, ms", "why not in 8 bits", "such as")
@@ -69,9 +68,8 @@ class Explained(Shown):
         yield self.table()
 
     def to_dict(self) -> dict[str, Any]:
-        units = [asdict(row) for row in self.rows]
         told = {"headline": self.headline, "ended": self.ended, "caution": self.caution}
-        return {"folder": str(self.folder), **told, "units": units}
+        return {"folder": str(self.folder), **told, "units": [asdict(row) for row in self.rows]}
 
 
 def explain_run(folder: Path, pattern: str | None = None) -> Explained:
@@ -107,7 +105,7 @@ def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation,
 
 
 def _runs_in(row: Explanation) -> str:
-    if row.state == "8 bits" and is_float(row.precision):
+    if row.state.startswith("8 bits") and is_float(row.precision):
         return "part of an 8-bit kernel"
     return f"{row.state}{row.precision and f', {row.precision}'}"
 

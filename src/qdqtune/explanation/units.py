@@ -221,7 +221,7 @@ class _Table:
             float_ms=sum(sum(run.float_spent[name]) for name in names) if run.float_spent else None,
             conversion_ms=sum(run.spent[name].conversions for name in names) if run.spent else 0.0,
         )
-        slower = self._slower_here(row)
+        guess = self._guessed_share(row)
         where = next((layer.elsewhere for layer in ran if layer.elsewhere), "")
         if where:
             return replace(row, state="elsewhere", reason="no kernel for this operator", detail=f"it runs {where}")
@@ -232,7 +232,7 @@ class _Table:
             return replace(row, state="16 bits", precision="uint16", reason="accuracy limit", detail=detail)
         if state == "float":
             fields = self._in_float(unit)
-            return replace(row, **fields | {"detail": "; ".join(filter(None, (fields["detail"], slower)))})
+            return replace(row, **fields | {"detail": "; ".join(filter(None, (fields["detail"], guess)))})
         chosen = "part of the placement that proved fastest"
         figure: Mapping[str, Any] = {}
         if run.keeps_own_pairs:
@@ -241,18 +241,18 @@ class _Table:
             chosen = f"8 bits cost the least by rule, and the outputs hold {self._limit}"
         else:
             told, figure = self._if_float(unit.kind, state)
-            chosen = "; ".join(filter(None, (chosen, slower, told)))
+            chosen = "; ".join(filter(None, (chosen, guess, told)))
         if state != "8 bits":
             weight_format = WeightFormat.named(state)
             state = "8 bits, dynamic" if weight_format.dynamic else f"{weight_format.bits}-bit weights"
-            how = f"its weights alone are {weight_format.name}"
+            how = f"only its weights are in {weight_format.bits} bits ({weight_format.name})"
             if weight_format.dynamic:
-                how = f"8-bit product, scales of its input found at each run ({weight_format.name})"
+                how = f"an {weight_format.bits}-bit product that finds the scale of its input in every inference"
             chosen = f"{how}: {chosen}"
             if unit.number not in self._decision.format_of:
                 beside = chain.from_iterable(layer.nodes for layer in ran)
                 products = [name for name in beside if self.parts.owner.get(name) in self._decision.format_of]
-                chosen, figure = f"the kernel of {products[0]} computes it too, in float", {}
+                chosen, figure = f"the kernel of {products[0]} computes it too, in float", {"precision": "float"}
         return replace(row, state=state, detail=chosen, **figure)
 
     def _if_float(self, kind: str, how: str) -> tuple[str, Mapping[str, Any]]:
@@ -422,14 +422,13 @@ class _Table:
         _, others, nearest = min(ranked, key=lambda each: each[:2], default=(False, 0, None))
         return nearest, others
 
-    def _slower_here(self, row: Explanation) -> str:
-        """A text if a unit only seems slower in the file that ships: in the float model a larger kernel contains it."""
-        if not row.ms or not row.float_ms or log(row.ms / row.float_ms) <= self._clear:
-            return ""
+    def _guessed_share(self, row: Explanation) -> str:
+        """A text if the float model runs a unit in a kernel with others that take a good part of its time."""
         here = {name for own in row.nodes if own in self._layer_of for name in self._layer_of[own].nodes}
-        for layer in self.run.float_layers:
-            apart = [name for name in layer.nodes if name not in here]
-            if apart and not set(layer.nodes).isdisjoint(row.nodes):
+        for layer in self.run.float_layers if row.ms else ():
+            apart = [name for name in layer.nodes if name in self.run.float_spent and name not in here]
+            rest = sum(self.run.float_spent[name].own for name in apart)
+            if rest > CLEAR * (row.float_ms or 0.0) and not set(layer.nodes).isdisjoint(row.nodes):
                 return f"in the float model it is a part of one kernel with {apart[0]}, and its time there a guess"
         return ""
 
@@ -558,7 +557,9 @@ def disturbance(run: FinishedRun) -> str:
         if share > APART:
             return f"{rough}: of nodes with equal operators and shapes they differ by {share:.0%} of the latency"
     same = [n.name for n in run.model.nodes if paired.isdisjoint((*n.inputs, *n.outputs))]
-    before, after = (sum(sum(spent[name]) for name in same if spent) for spent in (run.float_spent, run.spent))
+    before = sum(run.float_spent[name].own for name in same)
+    shown = run.shipped_times.nodes
+    after = sum(shown.get(name, 0.0) for name in same)
     if not run.spent or abs(after - before) <= CLEAR * (run.float_ms or 0.0):
         return ""
     return f"{rough}: those beside no pair take {before:.3g} ms in float, and {after:.3g} ms in what ships"

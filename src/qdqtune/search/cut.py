@@ -188,7 +188,8 @@ class CutSearch:
             yield from self._optima_of(costs, history)
             return
         apart = []
-        for shares, search in zip(self.contexts, self._in_contexts, strict=True):
+        for shares in self.contexts:
+            search = replace(self, float_layers=_layers_at(shares, self.float_layers), contexts=())
             known = [_trial_at(shares, trial) for trial in history]
             apart.append((search, known, search.costs(known, raised=raised)))
         found = dict.fromkeys(costs.partition.placement(decision) for decision in self._optima_of(costs, history))
@@ -200,11 +201,6 @@ class CutSearch:
 
         for placement in sorted(found, key=is_slower):
             yield costs.partition.decision(placement)
-
-    @cached_property
-    def _in_contexts(self) -> tuple[CutSearch, ...]:
-        floats = (_layers_at(shares, self.float_layers) for shares in self.contexts)
-        return tuple(replace(self, float_layers=layers, contexts=()) for layers in floats)
 
     def _optima_of(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
         """The optimal decisions within the limits on noise, if any: by simulated noise, or one for each guess of the
@@ -253,7 +249,7 @@ class CutSearch:
         ratios = ratios_to_float(history, self.plan)
         floats = attribute(self.model, Placement(), self.float_layers, self.float_ms)
         times = [floats]
-        for trial in history:
+        for trial in sorted(history, key=lambda trial: -ratios.get(trial.placement, 0.0)):  # the fastest count most
             if trial.layers and trial.placement in ratios:
                 ms = ratios[trial.placement] * self.float_ms
                 build = attribute(self.model, trial.placement, trial.layers, ms)

@@ -27,7 +27,7 @@ from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.possible import every_edge, possible_edges
 from qdqtune.placement.reading import placement_in
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.attribution import NodeTime, node_times
+from qdqtune.search.costs.attribution import BuildTimes, NodeTime, attribute, node_times, with_float_times
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.timing.limits import Limits
@@ -174,18 +174,21 @@ class FinishedRun:
         found = (trial.layers for trial in reversed(self.history) if trial.placement == self.placement and trial.layers)
         return self._layers(self.placement.digest) or next(found, ())
 
+    @property
+    def shipped_times(self) -> BuildTimes:
+        """The times that the layers of the shipped build alone show."""
+        return attribute(self.model, self.placement, self.shipped_layers, self.shipped_ms or 0.0)
+
     @cached_property
     def float_spent(self) -> Mapping[str, NodeTime]:
         """The time of each node in the float model; empty if the engine gives no times."""
-        return node_times(self.model, Placement(), self.float_layers, self.float_ms or 0.0)
+        return node_times(self.model, attribute(self.model, Placement(), self.float_layers, self.float_ms or 0.0))
 
     @cached_property
     def spent(self) -> Mapping[str, NodeTime]:
-        """The time of each node in the shipped model; empty if unknown."""
-        if not self.placement:
-            return self.float_spent
-        ms = self.shipped_ms
-        return {} if ms is None else node_times(self.model, self.placement, self.shipped_layers, ms)
+        """The time of each node in the shipped model (see `with_float_times`); empty if unknown."""
+        floats = attribute(self.model, Placement(), self.float_layers, self.float_ms or 0.0)
+        return node_times(self.model, with_float_times(self.model, self.shipped_times, floats))
 
     @property
     def proof(self) -> tuple[Measurement, ...]:

@@ -339,7 +339,7 @@ def layer(time: float, *nodes: str) -> Layer:
 def test_a_conversion_counts_with_one_node_and_that_of_an_added_bias_with_none() -> None:
     layers = layer(4.0, "a"), layer(1.0, "t_QuantizeLinear"), layer(1.0, "t_DequantizeLinear")
     folded = Layer("folded", ("w1_DequantizeLinear", "u_bias_DequantizeLinear"), "", 0.0, "folded")
-    spent = node_times(chain(), Placement(), (*layers, layer(4.0, "b"), folded), 10.0)
+    spent = node_times(chain(), attribute(chain(), Placement(), (*layers, layer(4.0, "b"), folded), 10.0))
     assert {name: tuple(time) for name, time in spent.items() if any(time)} == {"a": (4.0, 1.0), "b": (4.0, 1.0)}
 
 

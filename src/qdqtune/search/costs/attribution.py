@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ class BuildTimes:
     nodes: Mapping[str, float]
     quantize: Mapping[str, float]
     dequantize: Mapping[str, float]
+    kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each node the precision of its kernel and the nodes that this runs."""
 
     @cached_property
     def paired(self) -> frozenset[str]:
@@ -45,7 +47,7 @@ def attribute(model: Model, placement: Placement, layers: Sequence[Layer], ms: f
     """
     total = sum(layer.time_ms or 0.0 for layer in layers)
     scale = ms / total if total > 0 else 0.0
-    nodes = defaultdict[str, float](float)
+    nodes, kernels = defaultdict[str, float](float), dict[str, tuple[str, ...]]()
     converted = {"Quantize": defaultdict[str, float](float), "Dequantize": defaultdict[str, float](float)}
     waiting = 0.0
     dynamic = defaultdict[str, list[str]](list)
@@ -63,6 +65,7 @@ def attribute(model: Model, placement: Placement, layers: Sequence[Layer], ms: f
             weights = np.array([1.0 + work(model, model.node(n)) for n in real])
             for name, part in zip(real, weights / weights.sum(), strict=True):
                 nodes[name] += float((own + waiting) * part)
+            kernels.update(dict.fromkeys(real, (layer.precision, *real)))
             waiting = 0.0
         elif pairs:
             for match in pairs:
@@ -74,7 +77,7 @@ def attribute(model: Model, placement: Placement, layers: Sequence[Layer], ms: f
             waiting += own
     if waiting and nodes:
         nodes[next(reversed(nodes))] += waiting
-    return BuildTimes(placement, dict(nodes), dict(converted["Quantize"]), dict(converted["Dequantize"]))
+    return BuildTimes(placement, dict(nodes), dict(converted["Quantize"]), dict(converted["Dequantize"]), kernels)
 
 
 MOST_SCALED = 2.0
@@ -82,15 +85,16 @@ MOST_SCALED = 2.0
 
 
 def with_float_times(model: Model, build: BuildTimes, floats: BuildTimes) -> BuildTimes:
-    """The times of a build, where nodes without pairs beside them get their time in the float build (`floats`), and the
-    other nodes share the rest of the latency.
+    """The times of a build, where nodes without pairs beside them that run in the same kernel as in the float build
+    (`floats`) get their time there, and the other nodes share the rest of the latency.
 
     Layer times do not add up to the latency, because of waits between kernels and of profiling, above all with several
     threads. If all nodes were scaled alike, float nodes would seem slower in a slow build, and the float model slower
     than it is.
     """
     touched = build.paired | {edge.tensor for edge, _ in build.placement.weight_only}
-    same = {n.name for n in model.nodes if n.name in build.nodes and touched.isdisjoint((*n.inputs, *n.outputs))}
+    kept = (n for n in model.nodes if build.kernels.get(n.name) == floats.kernels.get(n.name))
+    same = {n.name for n in kept if n.name in build.nodes and touched.isdisjoint((*n.inputs, *n.outputs))}
     took, before = (sum(times.nodes.get(name, 0.0) for name in same) for times in (build, floats))
     total = sum(sum(times.values()) for times in (build.nodes, build.quantize, build.dequantize))
     if not same or total <= took or not 1 / MOST_SCALED < (factor := (total - before) / (total - took)) < MOST_SCALED:
@@ -107,15 +111,14 @@ class NodeTime(NamedTuple):
     conversions: float = 0.0
 
 
-def node_times(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> Mapping[str, NodeTime]:
-    """The time of every node in a build that takes `ms` in all; empty where the engine reports no times.
+def node_times(model: Model, times: BuildTimes) -> Mapping[str, NodeTime]:
+    """The time of every node in a build; empty where the engine reports no times.
 
     Each conversion counts once: a Q for the node that writes the tensor (for a model input, its first reader), a DQ for
     its first reader (for a model output, the node that writes it).
     """
-    if not any(layer.time_ms for layer in layers):
+    if not any(times.nodes.values()):
         return {}
-    times = attribute(model, placement, layers, ms)
     spent = {node.name: NodeTime(times.nodes.get(node.name, 0.0)) for node in model.nodes}
     for paid, from_writer in ((times.quantize, True), (times.dequantize, False)):
         for tensor, took in paid.items():

@@ -7,8 +7,8 @@ The time of a unit in a build is a sum of its prices:
     quantized  as_quantized + behind_float for each float that it reads + handing for each that it writes
 
 So every build gives an equation for every unit that it quantizes wholly or not at all; equal units share their prices,
-and of equal equations the latest counts. They are solved by non-negative least squares. `disturbed`: pairs break a
-fusion, or the engine moves a Q in front of operators that only move data and then runs these more slowly.
+and of equal equations that of the fastest build counts. They are solved by non-negative least squares. `disturbed`:
+pairs break a fusion, or the engine moves a Q in front of operators that only move data and then runs these more slowly.
 `behind_float`: engines use another memory layout for 8-bit tensors. `handing` may be below zero: an engine may move the
 Q behind a Concat to each input of the Concat.
 
@@ -129,9 +129,8 @@ next to pairs."""
 
 
 def learn(parts: Partition, builds: Sequence[BuildTimes], *, raised: bool = False) -> Costs:
-    """Learn costs from the builds so far, the float model first. Later builds take precedence, as they are closer to
-    the solution. `raised`: every guess is raised by the float model's time, so that a changed result shows dependence
-    on a guess."""
+    """Learn costs from the float model's build and others; of equal equations the last counts. `raised`: every guess is
+    raised by the float model's time, so that a changed result shows dependence on a guess."""
     before = parts.spent(builds[0].nodes)
     floats = defaultdict[str, list[float]](list)
     for unit in parts.units:
