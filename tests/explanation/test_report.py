@@ -58,7 +58,7 @@ def test_figures_are_numbers_with_small_print_and_names_are_text(finished: Path)
     report = report_of_run(finished)
     assert "search" in report.notes[0], "why it ended"
     told = {fact.name: (fact.value, fact.hint) for fact in report.facts}
-    assert told["p90, p99 of single inferences"][0].endswith(" ms")
+    assert told["p50, p90, p99 of single inferences"][0].endswith(" ms")
     assert told["latency, 4 threads"] == ("1.000 ms", "float: 2.000 ms")
     assert told["speedup [interval]"] == ("2.00x [1.67x, 2.50x]", "")
     assert ("4.00x", "") in [value for name, value in told.items() if name.startswith("speedup over ")]

@@ -474,12 +474,12 @@ def test_percentiles_are_those_of_single_inferences_weighted_by_the_calls_of_a_v
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = np.array([[n / 1000, 1.0] for n in range(1, 101)])  # [inference, call]
-    assert Tail.of(seconds, (1.0, 0.0)) == Tail(pytest.approx(90.0), pytest.approx(99.0))
-    assert Tail.of(seconds, (0.5, 0.5)) == Tail(1000.0, 1000.0)
+    assert Tail.of(seconds, (1.0, 0.0)) == Tail(*map(pytest.approx, (50.0, 90.0, 99.0)))
+    assert Tail.of(seconds, (0.5, 0.5)) == Tail(100.0, 1000.0, 1000.0)
     runner = Script(twice_as_fast)
     assert racer(runner).tails(files) == (), "100 inferences of a second take too long"
     monkeypatch.setattr(file_race, "SINGLES_SECONDS", 600.0)
-    assert racer(runner).tails(files) == ((Tail(2000.0, 2000.0),), (Tail(1000.0, 1000.0),))
+    assert racer(runner).tails(files) == ((Tail(2000.0, 2000.0, 2000.0),), (Tail(1000.0, 1000.0, 1000.0),))
     assert runner.rounds_taken == 200
     assert racer(Script(broken="fast")).tails(files) == ()
     assert not runner.present

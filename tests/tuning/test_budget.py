@@ -290,7 +290,7 @@ def test_percentiles_are_left_out_before_a_build_where_time_is_over(
     result, _ = slow_run(model, workers, 0.2, 60.0)
     assert result.shipped == "tuned"
     assert not asked
-    assert ("p90, p99 of single inferences", "", "not measured (no time was left)") in [
+    assert ("p50, p90, p99 of single inferences", "", "not measured (no time was left)") in [
         row.cells for row in result_rows(result.summary)
     ]
     for _ in range(2):  # what cannot be told is not asked for again

@@ -46,7 +46,7 @@ def test_the_sizes_that_were_timed_are_told_where_they_are_open(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({}, ", the worst with 12.3 dB (limit: 10): at least 86% of such inputs hold this limit (95 % certainty)"),
+        ({}, ", the worst with 12.3 dB (limit: 10): as far as so many can tell, 86% or more of such inputs hold this"),
         ({"accuracy_held_out": False}, ", which calibration saw: of forty or more, every fifth is kept apart"),
         ({"min_sqnr_worst_db": None}, ""),
         ({"min_sqnr_worst_db": 12.4}, ""),

@@ -58,7 +58,7 @@ from qdqtune.options import COUNT, SWITCH, Options, ValuesByInput, number
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
-from qdqtune.tuning.file_race import BUSIER, Racer, Tail
+from qdqtune.tuning.file_race import Racer, Tail
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import WARMUP
 from qdqtune.tuning.settings import EFFORTS
@@ -234,7 +234,7 @@ class Comparison(Shown):
             if row.ms and row.first_ms:
                 rates = f"{1e3 / row.ms:.4g}, the first file {1e3 / row.first_ms:.4g}"
                 caption.append(f"inferences a second of {row.name}: {rates}")
-                ends = f"no p90, p99: a hundred take too long, or {BUSIER}"
+                ends = "not measured"
                 if row.percentiles_ms and row.first_percentiles_ms:
                     ends = f"{row.percentiles_ms.in_words}; the first file {row.first_percentiles_ms.in_words}"
                 caption.append(f"single inferences of {row.name}: {ends}")
@@ -365,10 +365,10 @@ class Part:
 class Row:
     """One file (b) against the first (a): median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `first_percentiles_ms` and `percentiles_ms` are those of single inferences; None if they were not timed, or
-    contradict the medians. `reason` says why there is no ratio, `unlike` why outputs cannot be compared. `threads` is
-    set if several numbers of threads were asked for; `workloads` has a part for each of several. `scores` are the
-    outputs that hold class scores; None if inputs are random. `metric` has that of both files, if asked for.
+    `first_percentiles_ms` and `percentiles_ms` are those of single inferences; None if they were not timed. `reason`
+    says why there is no ratio, `unlike` why outputs cannot be compared. `threads` is set if several numbers of threads
+    were asked for; `workloads` has a part for each of several. `scores` are the outputs that hold class scores; None if
+    inputs are random. `metric` has that of both files, if asked for.
     """
 
     file: str
@@ -497,9 +497,7 @@ def compare_files(
                 first_ms, ms = 1e3 * one.a_seconds, 1e3 * one.b_seconds
                 row = replace(row, first_ms=first_ms, ms=ms, ratio=one.ratio, workloads=tuple(parts))
                 if row.file in tails:
-                    first_tail, tail = tails[str(first)][at], tails[row.file][at]
-                    if len(timed) > 1 or (first_tail.fits(first_ms) and tail.fits(ms)):
-                        row = replace(row, first_percentiles_ms=first_tail, percentiles_ms=tail)
+                    row = replace(row, first_percentiles_ms=tails[str(first)][at], percentiles_ms=tails[row.file][at])
             done.append(replace(row, threads=count if len(counts) > 1 else None))
     return done
 

@@ -301,7 +301,7 @@ class Quantized(Shown):
     """Whether all outputs of both models are finite."""
     matched: CacheRanges | None = None
     """The ranges of the calibration cache that the model has tensors for; None without a cache."""
-    file_bytes: tuple[int, int] = (1, 1)
+    file_bytes: tuple[int, int] = (0, 0)
     """The sizes of the float model's file and of the written one."""
 
     @property

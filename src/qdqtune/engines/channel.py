@@ -22,7 +22,8 @@ LONGEST_WELCOME = 2**16
 """Bytes that a shell may print before the greeting. Chosen, not measured."""
 
 PIPE_BYTES = 2**20
-"""Bytes that a pipe holds, where Linux allows it: outputs of all tensors come twice as fast as in 64 KiB."""
+"""Bytes that a pipe for answers holds, where Linux allows it: outputs of all tensors come twice as fast as in 64
+KiB. Linux limits the bytes of all pipes of a user, so requests have to do with less."""
 
 VALUES = {
     "numpy": ("ndarray", "dtype"),
@@ -43,8 +44,9 @@ class Channel:
         self._unpickler = _Values if asks else pickle.Unpickler
         for pipe in (reads, writes):
             os.set_blocking(pipe.fileno(), not asks)
+        if asks:
             with suppress(AttributeError, OSError):
-                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+                fcntl.fcntl(reads, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def send(self, message: object, deadline: Deadline | None = None) -> None:
         """Send an object.
@@ -94,7 +96,7 @@ class Channel:
     def _write(self, left: memoryview, deadline: Deadline | None) -> None:
         while left:
             self._await(self._writes, select.POLLOUT, deadline)
-            left = left[self._writes.write(left) :]
+            left = left[self._writes.write(left) or 0 :]
             if deadline is not None:
                 deadline.renew()
 

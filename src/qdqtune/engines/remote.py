@@ -178,12 +178,12 @@ class FarWorker:
 
         request = pickle.dumps(arguments, protocol=5, buffer_callback=is_part)
         try:
-            _, missing = self._program.ask(("missing", (list(contents),)), limit) if contents else (True, [])
-            for digest in missing:
+            good, result = self._program.ask(("missing", (list(contents),)), limit) if contents else (True, [])
+            for digest in result if good else ():
                 good, result = self._program.ask(("put", (digest, contents[digest])), limit)
                 if not good:
                     break
-            else:
+            if good:
                 good, result = self._program.ask((name, (request, digests)), limit)
         except EOFError as error:
             raise EOFError(f"{error} on {self.location}") from error

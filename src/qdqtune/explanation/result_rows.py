@@ -162,7 +162,7 @@ def _how_sure(summary: Mapping[str, Any]) -> str:
     if floor is None or lowest is None or lowest < floor:
         return ""
     share = int(100 * ERROR ** (1 / summary["accuracy_samples"]))
-    held = f"at least {share}% of such inputs hold this limit (95 % certainty)"
+    held = f"as far as so many can tell, {share}% or more of such inputs hold this"
     return f", the worst with {lowest:.1f} dB (limit: {floor:g}): {held}"
 
 
@@ -182,10 +182,11 @@ def _latency_rows(summary: Mapping[str, Any]) -> list[Row]:
         ratio = Ratio(summary["ratio"], summary["ratio_low"], summary["ratio_high"])
         rows.append(Row("speedup [interval]", "1x", ratio.speedup))
     if percentiles := summary.get("percentiles_ms"):
-        cells = [f"{one['p90']:.3f}, {one['p99']:.3f} ms" for one in (percentiles["baseline"], percentiles["final"])]
-        rows.append(Row("p90, p99 of single inferences", *cells))
+        both = percentiles["baseline"], percentiles["final"]
+        cells = [f"{one['p50']:.3f}, {one['p90']:.3f}, {one['p99']:.3f} ms" for one in both]
+        rows.append(Row("p50, p90, p99 of single inferences", *cells))
     elif why := summary.get("percentiles_missing"):
-        rows.append(Row("p90, p99 of single inferences", "", NOT_MEASURED, why))
+        rows.append(Row("p50, p90, p99 of single inferences", "", NOT_MEASURED, why))
     for row in summary.get("workloads", []):
         rows += _comparison_rows(f"{row['name']}, {row['share']:.0%} of the calls", row)
     return rows

@@ -252,7 +252,8 @@ class _Table:
             if unit.number not in self._decision.format_of:
                 beside = chain.from_iterable(layer.nodes for layer in ran)
                 products = [name for name in beside if self.parts.owner.get(name) in self._decision.format_of]
-                chosen, figure = f"the kernel of {products[0]} computes it too, in float", {"precision": "float"}
+                product = next(iter(products), "the product")
+                chosen, figure = f"the kernel of {product} computes it too, in float", {"precision": "float"}
         return replace(row, state=state, detail=chosen, **figure)
 
     def _if_float(self, kind: str, how: str) -> tuple[str, Mapping[str, Any]]:

@@ -34,20 +34,15 @@ SINGLES, FEWEST_SINGLES, SINGLES_SECONDS = 200, 100, 20.0
 """Single inferences of each file for percentiles; the fewest that will do; and the most seconds for those of all files.
 Chosen, not measured."""
 
-BELOW = 0.999
-"""A p90 below this share of the median contradicts it; less than that is rounding."""
-
-BUSIER = "the machine was busier when the medians were measured"
-"""Why percentiles that contradict the medians are not told."""
-
 MOST_TRIES = 3
 """How often a block of rounds is tried if its worker is killed, too slow or out of memory. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The 90th and 99th percentile of a file's single inferences, in milliseconds."""
+    """The 50th, 90th and 99th percentile of a file's single inferences, in milliseconds."""
 
+    p50: float
     p90: float
     p99: float
 
@@ -56,16 +51,12 @@ class Tail:
         """From seconds [inference, workload], where workloads have these shares."""
         order = np.argsort(seconds, axis=None)
         weights = np.cumsum(np.broadcast_to(shares, seconds.shape).ravel()[order])
-        places = np.searchsorted(weights, [0.9 * weights[-1], 0.99 * weights[-1]])
+        places = np.searchsorted(weights, np.array([0.5, 0.9, 0.99]) * weights[-1])
         return cls(*(1e3 * seconds.ravel()[order[places]]).tolist())
-
-    def fits(self, median_ms: float) -> bool:
-        """Whether the p90 agrees with the median of the rounds, which ran before and maybe on a busier machine."""
-        return self.p90 >= BELOW * median_ms
 
     @property
     def in_words(self) -> str:
-        return f"p90 {self.p90:.4g} ms, p99 {self.p99:.4g} ms"
+        return f"p50 {self.p50:.4g} ms, p90 {self.p90:.4g} ms, p99 {self.p99:.4g} ms"
 
 
 @dataclass(frozen=True)

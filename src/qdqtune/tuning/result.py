@@ -29,7 +29,7 @@ from qdqtune.system.writing import named, write_json
 from qdqtune.timing.ratios import Plan, Ratio, with_ratios
 from qdqtune.tuning.contexts import tuned_for
 from qdqtune.tuning.deploy import copy_companions, write_kit
-from qdqtune.tuning.file_race import BUSIER, FEWEST_SINGLES, Tail
+from qdqtune.tuning.file_race import FEWEST_SINGLES, Tail
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.observer import Silent, State
@@ -96,10 +96,9 @@ def conclude(
     files.write_yaml(pattern_cache_of(settings.state), cache.content_of(schemes), "record")
     summary = summary_of(history, proof, run) | ({} if front is None else {"front": front})
     final, given = settings.output_dir / FINAL, settings.model
-    baseline = settings.output_dir / BASELINE if settings.from_qdq else given
-    summary["file_bytes"] = {"baseline": nbytes(baseline), "final": nbytes(final)}
+    summary["file_bytes"] = {"baseline": nbytes(given), "final": nbytes(final)}
     left = list(filter(None, [settings.engine.facts.unwatched, growth(given, final)]))
-    summary |= _percentiles(proof, run, summary)
+    summary |= _percentiles(proof, run)
     is_built = any(trial.placement == proof.in_file for trial in history)
     built = proof.in_file if is_built else Placement()
     if settings.engine.facts.source:
@@ -278,7 +277,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     return summary | run.limits.summary(history, settings.plan, metric, is_tuned=is_tuned)
 
 
-def _percentiles(proof: Proof, run: Run, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _percentiles(proof: Proof, run: Run) -> dict[str, Any]:
     """The entry of summary.json with percentiles of single inferences of the float and the tuned model, measured once,
     or why there are none. Empty if another file ships, and for several numbers of threads."""
     settings, floats, caveat = run.settings, run.bench.floats, Caveat()
@@ -296,12 +295,12 @@ def _percentiles(proof: Proof, run: Run, summary: Mapping[str, Any]) -> dict[str
     key = f"tails:{proof.placement.digest}"
     tails = run.store.memo(key, tuple[tuple[Tail, ...], ...], measured, caveat)
     of_files = {name: tail for name, (tail,) in zip(("baseline", "final"), tails, strict=False)}
+    if caveat.is_hurried:
+        return {"percentiles_missing": "no time was left"}
     if not of_files:
-        return {
-            "percentiles_missing": "no time was left" if caveat.is_hurried else "a hundred inferences take too long"
-        }
-    if len(run.subject.mix) == 1 and not all(t.fits(summary[f"{file}_ms"]) for file, t in of_files.items()):
-        return {"percentiles_missing": BUSIER}
+        is_apart = run.runner.starts_processes
+        why = "the engine times its models by itself" if is_apart else "a hundred inferences take too long"
+        return {"percentiles_missing": why}
     return {"percentiles_ms": {file: asdict(tail) for file, tail in of_files.items()}}
 
 

@@ -126,13 +126,17 @@ def is_more_accurate(one: Trial, other: Trial) -> bool:
 
 def preferred(alike: Sequence[Trial], nbytes: Sequence[int] = ()) -> int:
     """The rule for ties: the index of the one to take of candidates that are equally fast, the fastest first. That is
-    the fastest, unless another is clearly more accurate, or as accurate with a clearly smaller file."""
+    the fastest, or the clearly more accurate one; or one not clearly less accurate than it with a clearly smaller
+    file."""
     best = 0
     for at, trial in enumerate(alike):
-        is_smaller = bool(nbytes) and nbytes[at] <= SMALLER * nbytes[best]
-        if is_more_accurate(trial, alike[best]) or (is_smaller and not is_more_accurate(alike[best], trial)):
+        if is_more_accurate(trial, alike[best]):
             best = at
-    return best
+    if not nbytes:
+        return best
+    as_exact = [at for at, trial in enumerate(alike) if not is_more_accurate(alike[best], trial)]
+    smallest = min(as_exact, key=nbytes.__getitem__)
+    return smallest if nbytes[smallest] <= SMALLER * nbytes[best] else best
 
 
 def accepted(
@@ -144,7 +148,7 @@ def accepted(
     able = with_ratios([t for t in trials if t.holds is True and t.placement not in slower], plan)
     alike = [(t, r) for t, r in able if r.verdict == "faster"]
     if best is not None:
-        alike = [(t, r) for t, r in alike if ALIKE * r.median < 1 or not is_more_accurate(best, t)]
+        alike = [(t, r) for t, r in alike if ALIKE * r.median < 1 or room_db(t) >= room_db(best)]
     if not alike and best is not None:
         even = [(t, r) for t, r in able if r.verdict == "undecided" and r.median <= 1]
         alike = [(t, r) for t, r in even if is_more_accurate(t, best)]
@@ -205,7 +209,8 @@ class Attempt:
     def is_as_fast(self, fastest: Attempt) -> bool:
         """Whether it takes at most `ALIKE` longer than the fastest file, in the same rounds if there are any."""
         if fastest.placement not in self.to_rivals:
-            return self.ratio.median <= ALIKE * fastest.ratio.median
+            pairs = zip(self.to_float, fastest.to_float, strict=True)
+            return all(own.ratio.median <= ALIKE * other.ratio.median for own, other in pairs)
         return all(compared.ratio.median <= ALIKE for compared in self.to_rivals[fastest.placement])
 
     @property
@@ -282,24 +287,28 @@ def shipped(attempts: Sequence[Attempt]) -> Attempt | None:
 # ---------------------------------------------------------------- what users read about it
 
 LATE = "`time_budget`"
+"""The beginning of notes on what time has ended."""
+
 MORE_BUILDS, UNDECIDED = "builds differ too much for the time there was", "the interval is too wide to tell"
-"""The beginning of notes on what time has ended; ends of those on a file that did not prove faster."""
+"""Why a file did not prove faster: the ends of notes on it."""
 
 GOES_ON = "give more time: the same command goes on from what was measured"
 ANEW = "`restart` with more time calibrates anew"
-BOTH = f"{GOES_ON}; with `restart` it also calibrates anew"
 TO_DECIDE = "a quieter machine, or more rounds (`effort` extensive, `restart`), would decide"
 
 
 def advise(notes: Iterable[str], *, is_cut_short: bool) -> tuple[str, ...]:
-    """Each note once; at the end, where more time or another try helps, one that says how. `is_cut_short`: calibration
-    was."""
-    told = [note for note in dict.fromkeys(notes) if note not in (GOES_ON, ANEW, BOTH, TO_DECIDE)]
+    """Each note once, without earlier advice; at the end, where more time or another try helps, one that says how.
+    `is_cut_short`: calibration was."""
+    told = [note for note in dict.fromkeys(notes) if not note.startswith((GOES_ON, ANEW, TO_DECIDE))]
+    ways = []
     if any(note.startswith(LATE) or note.endswith(MORE_BUILDS) for note in told):
-        return (*told, BOTH if is_cut_short else GOES_ON)
+        ways.append(GOES_ON)
+    elif any(note.endswith(UNDECIDED) for note in told):
+        ways.append(TO_DECIDE)
     if is_cut_short:
-        return (*told, ANEW)
-    return (*told, TO_DECIDE) if any(note.endswith(UNDECIDED) for note in told) else tuple(told)
+        ways.append(ANEW)
+    return (*told, "; ".join(ways)) if ways else tuple(told)
 
 
 def notes_of(attempt: Attempt, history: Sequence[Trial], model: str, changes: str) -> Iterator[str]:

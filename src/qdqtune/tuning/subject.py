@@ -200,7 +200,10 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Su
         notes.append(f"no `calibration_data`: {come} from random inputs, so latency is real but accuracy is not")
     notes += prepared.hints
     if not (settings.has_pairs or settings.formats):
-        notes.append(f"{settings.engine.name} has no 8-bit kernels for pairs, so none are tried: `formats` int8 would")
+        engine = settings.engine.name
+        notes.append(
+            f"{engine} has no 8-bit kernels for pairs, so none are tried: `formats` int8 tries them nonetheless"
+        )
     if drawn := [node.name for node in prepared.shaped.nodes if node.op in RANDOM - {"Dropout"}]:
         notes.append(f"node {drawn[0]} draws random numbers: where outputs depend on them, no candidate holds a limit")
     fixed = fixed_inputs(settings.model, settings.fix_inputs)
@@ -248,7 +251,7 @@ def calibrated(
     for note in record.hurried if record is not None else ():
         observer.note(f"{note}; so it was when this run began: `restart` with more time calibrates anew")
     if record is None and not settings.has_pairs:  # weights alone need no ranges
-        record = store.put("ranges", RangesRecord(ranges=Ranges({})))
+        record = RangesRecord(ranges=Ranges({}))
     if record is None and subject.quantized is not None:
         instead = "tune the float model"
         with onnxruntime_session(subject.prepared.execution, fuse=False) as session:

@@ -126,7 +126,7 @@ class Summary(TypedDict):
     by_threads: list[AtThreads]
     workloads: NotRequired[list[OnWorkload]]
     file_bytes: NotRequired[dict[Literal["baseline", "final"], Count]]
-    percentiles_ms: NotRequired[dict[str, dict[Literal["p90", "p99"], Positive]]]
+    percentiles_ms: NotRequired[dict[str, dict[Literal["p50", "p90", "p99"], Positive]]]
     percentiles_missing: NotRequired[str]
     builds: Count
     proof_builds: Count
