@@ -87,8 +87,9 @@ class ResolvedInsertionPoint(Values, Struct, frozen=True):
 
 
 class InsertionPoint(Values, Struct, frozen=True):
-    """A place in a pattern where a pair can stand, with ModelOpt's field names. `kinds` has a kind of `Point` for each
-    field but the last; exactly one of these fields is set."""
+    """A place in a pattern where a pair can stand, with ModelOpt's field names. The last field is the number of an
+    input or output; those before it are its possible owners (a node, a child region), of which exactly one is set.
+    `kinds` names the kind of `Point` for each owner."""
 
     kinds: ClassVar[tuple[PointKind, ...]]
 

@@ -309,7 +309,8 @@ def _min_max(values: Array) -> tuple[float, float]:
 
 
 WORSE = 2.0
-"""The engine is at fault if its noise is this many times that of the pairs as ONNX defines them: 3 dB."""
+"""The engine is at fault if its noise is this many times that of the pairs as ONNX defines them: 3 dB.
+Chosen, not measured."""
 
 
 class DebugOptions(EngineOptions, DataOptions, FixOption, ModelOption):

@@ -280,8 +280,8 @@ class FarSession(Session):
         self._sizes[digest] = values.nbytes
 
     def open_on(self, cores: int, spec: EngineSpec, *more: Any) -> None:
-        """Open an engine (see `Session.open`) on `cores` free cores (0: not pinned), and on a free GPU if it needs
-        one."""
+        """Open an engine (see `Session.open`) on `cores` free cores, and on a free GPU if it needs one. With 0 cores
+        nothing is reserved."""
         if cores:
             os.environ.update(self._free_device(spec, cores).environment)
         self.open(spec, *more)

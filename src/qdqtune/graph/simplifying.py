@@ -126,8 +126,8 @@ def _fixed(info: onnx.ValueInfoProto, value: float | int | str) -> Array:
 
 
 def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
-    """Compute nodes up to the first If with a known condition, and put its body in its place. Returns whether there was
-    one."""
+    """Compute the nodes that read a tensor named in `known`, which then holds their results too, up to the first If
+    whose condition is constant, and put its body in its place. Returns whether there was such an If."""
     graph = proto.graph
     overridable = {v.name for v in graph.input}
     small = {t.name: t for t in graph.initializer if t.name not in overridable}

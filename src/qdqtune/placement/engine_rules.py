@@ -342,7 +342,8 @@ def average_pool(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def compute_results(queries: GraphQueries) -> Iterator[Edge]:
-    """All uses of the result of a quantized convolution, or of a quantized MatMul with a bias behind it."""
+    """All uses of the result of a convolution with pairs in front of it, or of such a MatMul with a bias behind it;
+    the result is that of an activation which is fused into the node, if there is one."""
     for node in queries.computes():
         if node.op == "Gemm" or not compute_edges(node, queries.placed):
             continue

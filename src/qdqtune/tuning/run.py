@@ -183,11 +183,13 @@ class Budget:
         return tuple(n for n in BLOCK_LOOKS if n * self.copies <= PLANNED_BUILDS)
 
     def reserve(self, ratio: float, stale: int = 0) -> float:
-        """Seconds that the proof needs beyond those that `deadline` keeps for it, if the best candidate's latency
-        relative to float is `ratio` (1 without one). A small gain needs more blocks of builds. After `stale` candidates
-        in a row, `STALE` or more, without a better one, time for one more block is kept. Negative for a large gain, and
-        without a candidate, as a late one is proven in haste; but never for a front, nor without a candidate if a
-        rewritten float model may ship."""
+        """Seconds that the proof needs beyond those that `deadline` keeps for it. `ratio` is the latency of the best
+        candidate relative to float, 1 without one; `stale` counts the candidates in a row without a better one.
+
+        With a best candidate: a small gain takes more blocks of builds to prove, a large one fewer (then negative);
+        from `STALE` on, time for one more block is kept. Without one: negative, since one that comes late gets the
+        shortest proof; 0 if a rewritten float model may ship. Never negative for a front.
+        """
         if self.ends is None:
             return 0.0
         if ratio >= 1:
