@@ -83,6 +83,14 @@ def test_a_fixed_point_ends_the_search() -> None:
     assert [*bench.search().optima(history[:1])]
 
 
+def test_of_what_several_builds_show_the_fastest_counts_whatever_their_order() -> None:
+    bench = Bench(mixed())
+    slow, fast, *_ = bench.played()
+    slow = replace(exact(1, slow.proposal, Placement(), lambda p: 0.9 if p else 1.0), layers=slow.layers)
+    fast = replace(exact(2, fast.proposal, Placement(), lambda p: 0.5 if p else 1.0), layers=fast.layers)
+    assert bench.search().costs([fast, slow]) == bench.search().costs([slow, fast])
+
+
 def test_when_everything_fails_it_ends() -> None:
     history = Bench(mixed()).played(100, measured=lambda n, p, a: Trial(n, p, a, Failure("crash", "gone")))
     assert 0 < len(history) < 100
