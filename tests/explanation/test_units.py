@@ -186,6 +186,7 @@ def test_a_build_that_differs_from_what_ships_in_one_unit_tells_what_that_would_
     assert (slower.state, slower.reason, slower.source, slower.alike) == ("8 bits", "", "measured", 0)
     assert slower.more_ms == pytest.approx(0.8)
     assert slower.why.endswith("with it in float the model would take 0.8 ms more (measured)")
+    assert "110 ms more" in replace(slower, more_ms=112.0).why
     assert row(FASTER, is_against=True).more_ms == pytest.approx(1.0)
     same = row(SAME)
     assert same.more_ms is None

@@ -109,7 +109,7 @@ class Explanation:
         """The reason, with the evidence, as text."""
         facts = [self.detail] if self.detail else []
         if self.more_ms is not None:
-            change = f"{abs(self.more_ms):.2g} ms {'more' if self.more_ms >= 0 else 'less'}"
+            change = f"{float(f'{abs(self.more_ms):.2g}'):g} ms {'more' if self.more_ms >= 0 else 'less'}"
             where = "8 bits" if self.reason else "float"
             facts.append(f"with {and_others(self.alike)} in {where} the model would take {change} ({self.source})")
         return ": ".join(filter(None, (self.reason, "; ".join(facts))))
