@@ -54,7 +54,7 @@ def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]],
     constants = {tensor.name for tensor in model.proto.graph.initializer}
     constant_nodes = dict[str, Node]()
     for node in model.nodes:
-        is_static = node.op in ASKS_SHAPE or constants.issuperset(reads(node))
+        is_static = node.op in ASKS_SHAPE or constants.issuperset(node.reads)
         if node.name not in layer_of and is_static and not node.op.startswith("Random"):
             constant_nodes[node.name] = node
             constants.update(node.outputs)
@@ -62,7 +62,7 @@ def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]],
     def is_computed_from(node: Node, tensors: frozenset[str]) -> bool:
         seen, stack = {node.name}, [node]
         while stack:
-            constants_read = constants.intersection(reads(stack.pop()))
+            constants_read = constants.intersection(stack.pop().reads)
             if constants_read & tensors:
                 return True
             for maker in filter(None, map(model.maker, constants_read)):
@@ -84,7 +84,7 @@ def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]],
     others = [node for node in model.nodes if node.name not in constant_nodes]
 
     def join_producer(node: Node, borders: frozenset[str] = frozenset()) -> None:
-        owners = owners_of(filter(None, [model.maker(t) for t in reads(node) if t not in borders]))
+        owners = owners_of(filter(None, [model.maker(t) for t in node.reads if t not in borders]))
         if owners:
             layer_of[node.name] = max(owners)  # the last that runs
 
@@ -110,11 +110,6 @@ def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]],
     never_run = tuple(name for name in model.index_of if name not in layer_of)
     folded = (Layer("folded", never_run, "", 0.0, "folded"),) if never_run else ()
     return [tuple(names) for names in covered], folded
-
-
-def reads(node: Node) -> list[str]:
-    """The tensors that a node reads, those read inside its subgraphs included."""
-    return [tensor for tensor in (*node.inputs, *node.captures) if tensor]
 
 
 def readers(model: Model, tensor: str) -> list[Node]:

@@ -180,8 +180,7 @@ def _shape_nodes(model: Model) -> frozenset[str]:
     """Names of nodes that depend on shapes and constants only, and make no graph output."""
     nodes, apart = set[str](), set(model.constants)
     for node in model.nodes:
-        read = [tensor for tensor in (*node.inputs, *node.captures) if tensor]
-        is_apart = node.op in ASKS_SHAPE or apart.issuperset(read)
+        is_apart = node.op in ASKS_SHAPE or apart.issuperset(node.reads)
         if is_apart and set(node.outputs).isdisjoint(model.outputs):
             nodes.add(node.name)
             apart.update(node.outputs)

@@ -110,7 +110,7 @@ def converted(model: Model, precision: Precision, kept: Collection[str] = ()) ->
     known = set(halves.values())
     for node, copy in zip(model.nodes, proto.graph.node, strict=True):
         names = full if node.index in in_full else halves
-        rename(copy, {t: names[t] for t in (*node.inputs, *node.captures, *node.outputs) if t in names})
+        rename(copy, {t: names[t] for t in (*node.reads, *node.outputs) if t in names})
         if node.index not in in_full:
             _convert(copy, half)
         if node.op == "Resize" and len(node.inputs) > 2:

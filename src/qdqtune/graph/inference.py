@@ -89,9 +89,9 @@ def known_sizes_computed(model: Model) -> Model:
 def made_of_constants(model: Model, free: Collection[str] = ()) -> set[str]:
     """The results of nodes that read constants alone, and results of such nodes, or what operators `free` make:
     engines compute these in advance."""
-    constants, results = {"", *model.constants}, set[str]()
+    constants, results = set(model.constants), set[str]()
     for node in model.nodes:
-        is_fixed = constants.issuperset(node.inputs) and constants.issuperset(node.captures) and node.op not in RANDOM
+        is_fixed = constants.issuperset(node.reads) and node.op not in RANDOM
         if node.op in free or (is_fixed and not node.domain):
             constants.update(node.outputs)
             results.update(node.outputs)

@@ -51,6 +51,11 @@ class Node:
     captures: tuple[str, ...] = ()
 
     @property
+    def reads(self) -> list[str]:
+        """The tensors that the node reads, those read inside its bodies included."""
+        return [tensor for tensor in (*self.inputs, *self.captures) if tensor]
+
+    @property
     def into(self) -> tuple[Edge, ...]:
         return tuple(Edge(tensor, self.name, slot) for slot, tensor in enumerate(self.inputs))
 

@@ -97,7 +97,7 @@ def copies_in(model: Model) -> frozenset[str]:
     """The outputs that are integer inputs, or follow from inputs without a computation in floats."""
     rounded = {name for name in model.inputs if may_be_float(model, name)}
     for node in model.nodes:
-        reads = (*node.inputs, *node.captures) if node.op not in ASKS_SHAPE else ()
+        reads = node.reads if node.op not in ASKS_SHAPE else []
         if node.op in CONTROL_FLOW or any(name in rounded or is_float(model, name) for name in reads):
             rounded.update(node.outputs)
     return frozenset(name for name in model.outputs if name not in rounded and not is_float(model, name))

@@ -128,7 +128,7 @@ def stem_swish(queries: GraphQueries) -> Iterator[Edge]:
     """
     behind: set[str] = set()
     for node in queries.model.nodes:
-        if node.op in COMPUTE or not behind.isdisjoint((*node.inputs, *node.captures)):
+        if node.op in COMPUTE or not behind.isdisjoint(node.reads):
             behind.update(node.outputs)
     for node, x, gate, first in _gated(queries):
         layer = queries.model.maker(x)

@@ -127,7 +127,7 @@ def borders(model: Model, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[
     """The inputs of a group, tensors that it reads from other nodes (without constants), and its outputs, tensors that
     other nodes read."""
     made, inside = _made(model, nodes), set(nodes)
-    reads = tuple(t for t in _used(model, nodes) if t and t not in made and t not in model.constants)
+    reads = tuple(t for t in _used(model, nodes) if t not in made and t not in model.constants)
     writes = tuple(t for t in made if any(use.node not in inside for use in model.uses(t)))
     return reads, writes
 
@@ -137,7 +137,7 @@ def _made(model: Model, nodes: Sequence[int]) -> dict[str, None]:
 
 
 def _used(model: Model, nodes: Sequence[int]) -> dict[str, None]:
-    return dict.fromkeys(t for n in nodes for t in (*model.nodes[n].inputs, *model.nodes[n].captures))
+    return dict.fromkeys(t for n in nodes for t in model.nodes[n].reads)
 
 
 def is_shape(model: Model, tensor: str, sizes: Sizes) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import onnx
 
-from qdqtune.engines.coverage import Claim, cover, reads
+from qdqtune.engines.coverage import Claim, cover
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line, parsed_json, reading
 from qdqtune.graph.loading import name_nodes
 from qdqtune.graph.model import Model
@@ -396,12 +396,12 @@ def _between(names: NodeNames, first: str, last: str) -> set[str]:
     """The nodes on all paths from the nodes mentioned in `first` to those mentioned in `last`."""
     after, made = set(names.mentioned(first)), set[str]()
     for node in names.model.nodes:
-        if node.name in after or not made.isdisjoint(reads(node)):
+        if node.name in after or not made.isdisjoint(node.reads):
             after.add(node.name)
             made.update(node.outputs)
     before, needed = set(names.mentioned(last)), set[str]()
     for node in reversed(names.model.nodes):
         if node.name in before or not needed.isdisjoint(node.outputs):
             before.add(node.name)
-            needed.update(reads(node))
+            needed.update(node.reads)
     return after & before

@@ -132,7 +132,7 @@ class Flow:
         self.before: dict[int, tuple[int, ...]] = dict.fromkeys(self.vertices, ())
         self.after: dict[int, list[int]] = {v: [] for v in self.vertices}
         for node in model.nodes:
-            read = {vertex[t] for t in (*node.inputs, *node.captures) if t in vertex}
+            read = {vertex[t] for t in node.reads if t in vertex}
             self.before[node.index] = tuple(sorted(read))
             for v in self.before[node.index]:
                 self.after[v].append(node.index)
