@@ -100,6 +100,9 @@ def test_a_hurried_search_builds_what_may_ship_and_then_cuts() -> None:
     bench = Bench(mixed())
     usual, few = start_placements.static, start_placements.compute_inputs
     seeds = {name: place(bench.model, bench.possible) for name, place in (("static", usual), ("compute", few))}
+    product = next(edge for edge in bench.possible if edge.tensor in bench.model.constants)
+    own = Placement.of((), [(product, WeightFormat(8, dynamic=True))])  # of the user's file, where it seems not to pay
+    assert replace(bench.search(), seeds={"imported": own, **seeds}, is_hurried=True).propose([])[0].placement == own
     search = replace(bench.search(), seeds=seeds, is_hurried=True)
     first = search.propose([])
     assert [p.origin for p in first] == ["static"]

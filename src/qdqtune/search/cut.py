@@ -116,7 +116,9 @@ class CutSearch:
             return replace(self, noise=None).propose(history)  # what single tensors do is not asked before a miss
         first = self._first_batch(history)
         if self.is_hurried and "static" in self.seeds:  # pairs as a usual quantizer places them price nearly all units
-            first = tuple(p for p in first if p.origin not in ONLY_PRICES and not self._is_slow_format(p.placement))
+            # A seed may have weight formats that are not in `format_shares`.
+            slow = {p.origin for p in first if p.origin not in self.seeds and self._is_slow_format(p.placement)}
+            first = tuple(p for p in first if p.origin not in ONLY_PRICES | slow)
         if proposals := tuple(untried(first, history)):
             return proposals
         later = self._later_proposals(self.costs(history), history)
