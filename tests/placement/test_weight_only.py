@@ -17,7 +17,7 @@ from qdqtune.graph.saving import ConstantFile, save
 from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import weight_only_edges
-from qdqtune.placement.reading import read_placement
+from qdqtune.placement.reading import quantized_how, read_placement
 from qdqtune.placement.start_placements import weight_only
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Edge, Placement, WeightFormat
@@ -110,6 +110,7 @@ def test_dynamic_quantization_is_shared_simulated_and_read_from_the_files_of_oth
     save(model, tmp_path / "float.onnx")
     quantize_dynamic(tmp_path / "float.onnx", tmp_path / "theirs.onnx")
     theirs = load(tmp_path / "theirs.onnx")
+    assert quantized_how(theirs) == "is dynamically quantized already"
     assert {format.name for _, format in read_placement(model, theirs).placement.weight_only} == {"d8"}
     assert read_placement(model, written).placement == placement
     assert {node.op for node in strip_pairs(theirs).nodes} == {"MatMul", "Mul", "Add"}

@@ -266,8 +266,12 @@ def test_a_dry_run_tells_the_builds_that_fit_into_the_time(model: Path, workers:
     whole = estimate(settings(model, builds=40, output_dir=model.parent / "dry"))
     short = estimate(settings(model, builds=40, time_budget=60.0, output_dir=model.parent / "dry"))
     assert 1 < short.builds < whole.builds
-    with pytest.raises(BadOption, match="names no output"):
-        estimate(settings(model, scores=("other",), output_dir=model.parent / "dry"))
+    for scores, why in (("other", "names no output"), ("y:7", r"y: float32\[.*no scores of classes along axis 7")):
+        with pytest.raises(BadOption, match=why):
+            estimate(settings(model, scores=(scores,), output_dir=model.parent / "dry"))
+        with pytest.raises(BadOption, match=why):
+            tune(settings(model, scores=(scores,)), log := Log())
+        assert not any("calibrating" in stage for stage in log.stages)
 
 
 def test_a_search_that_ran_out_of_time_notes_it(model: Path, workers: Workers) -> None:

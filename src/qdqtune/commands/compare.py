@@ -44,8 +44,8 @@ from qdqtune.numerics.scores import (
     NO_SCORES,
     Score,
     Scores,
-    asked_outputs,
     can_tell,
+    check_asked,
     copies_in,
     doubt,
     equal_share,
@@ -294,7 +294,7 @@ def compare(
             hint = "`fix_inputs` names those that were made constant"
             hint = hint if is_cut else "compare is for versions of one model, which take the same inputs"
             raise BadOption(f"{file} takes other inputs ({listed(specs)}) than {files[0]} ({listed(wanted)}): {hint}")
-    asked_outputs(options.scores, models[0].outputs)  # refuses other names before the work begins
+    check_asked(options.scores, models[0])  # refuses others before the work begins
     fixed_names, most = options.fix_inputs, 0 if options.all_samples else MOST_JUDGED
     prepared = prepared_for(models[0], spec, options, execution, files, fixed=fixed_names, most=most, shapes=shapes)
     is_new = prepared.has_real_samples and calibrated_on is not None and prepared.samples.digest != calibrated_on

@@ -23,7 +23,7 @@ from qdqtune.graph.model import Model, graphs, opset_of
 from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW
 from qdqtune.options import COUNT, SWITCH, choice
 from qdqtune.placement.possible import refusal
-from qdqtune.placement.reading import is_quantized
+from qdqtune.placement.reading import quantized_how
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import Regions, RegionType
 from qdqtune.search.regions.patterns import Pattern, group, is_quantizable, tunable
@@ -121,8 +121,8 @@ def overview_of(model: Model) -> dict[str, Any]:
         reasons = (refusal(model, tensor, node.index, slot) for slot, tensor in enumerate(node.inputs[:2]))
         refusals.append(next(filter(None, reasons), None))
     notes = []
-    if is_quantized(model):
-        notes.append("the file has pairs already: `from_qdq` takes them over")
+    if how := quantized_how(model):
+        notes.append(f"the file {how}: `from_qdq` starts from that")
     inputs, outputs = [_tensors(model, names) for names in (model.inputs, model.outputs)]
     if hints := size_hints(model, inputs):
         notes.append(f"open sizes: give `calibration_data`, or sizes like {' '.join(hints)}")

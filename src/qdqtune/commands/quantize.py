@@ -57,7 +57,7 @@ from qdqtune.numerics.scores import (
     NO_SCORES,
     Score,
     Scores,
-    asked_outputs,
+    check_asked,
     copies_in,
     doubt,
     equal_share,
@@ -86,7 +86,7 @@ from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import NO_WIDE, every_edge, possible_edges, weight_only_edges
-from qdqtune.placement.reading import is_quantized
+from qdqtune.placement.reading import quantized_how
 from qdqtune.system.checks import Output
 from qdqtune.system.writing import temporary_folder
 from qdqtune.tuning.observer import Observer, Silent
@@ -172,9 +172,8 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
         observer.stage(f"reading {path.name}")
         graph, _ = load_for(path, self.precision_on(engine), fixed, opset, rewrites)
         operators = integer_operators(graph)
-        if is_quantized(graph) or operators:
-            parts = "Q/DQ pairs" if is_quantized(graph) else f"8-bit operators ({', '.join(operators)})"
-            raise BadModel(f"{path} already has {parts}: give the float model")
+        if how := quantized_how(graph) or (operators and f"already has 8-bit operators ({', '.join(operators)})"):
+            raise BadModel(f"{path} {how}: give the float model")
         prepared, cache = None, self.calibration_cache
         if cache is None or is_run:
             observer.stage("looking at the values")
@@ -192,7 +191,7 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
         else:
             graph, notes = by_ranges(graph, self.precision_on(engine), cache)
             shaped = with_input_shapes(graph, self.input_shapes)
-        asked_outputs(self.scores, shaped.outputs)  # refuses other names before the work begins
+        check_asked(self.scores, shaped)  # refuses others before the work begins
         matched = None if cache is None else ranges_of(cache, graph)
         return PreparedModel(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
 

@@ -16,6 +16,7 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from onnx import helper
 
 from qdqtune.errors import BadOption, first_of
 from qdqtune.graph.model import Model
@@ -141,6 +142,21 @@ def asked_outputs(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, str
     return found
 
 
+def check_asked(asked: Sequence[str], model: Model) -> None:
+    """Raise if a user names an output, or an axis of one, that a model lacks, as far as shapes are known before it
+    runs."""
+    for name, axis in asked_outputs(asked, model.outputs).items():
+        info = model.tensors.get(name)
+        if axis not in (None, BINARY) and info is not None and info.dtype and info.shape is not None:
+            _check_axis(name, int(axis), helper.tensor_dtype_to_np_dtype(info.dtype), info.shape)
+
+
+def _check_axis(name: str, axis: int, dtype: np.dtype[Any], shape: Sequence[int | None]) -> None:
+    if not -len(shape) <= axis < len(shape) or shape[axis] == 1:
+        sizes = ", ".join("?" if size is None else str(size) for size in shape)
+        raise BadOption(f"`scores` {name}: {dtype}[{sizes}] has no scores of classes along axis {axis}")
+
+
 def _axis_of(name: str, told: str | None, outputs: Sequence[Mapping[str, Array]]) -> int | None:
     """The axis of the classes in an output that a user names; None if its values are yes/no. If `told` gives no axis:
     the one that values show, or axis 1, or the last of three; yes/no if there is none, or it has one class."""
@@ -157,8 +173,7 @@ def _axis_of(name: str, told: str | None, outputs: Sequence[Mapping[str, Array]]
         raise BadOption(f"`scores` {name}: {first.dtype}{list(first.shape)} has no scores of classes")
     if is_binary:
         return None
-    if not -rank <= axis < rank or first.shape[axis] == 1:
-        raise BadOption(f"`scores` {name}: {first.dtype}{list(first.shape)} has no scores of classes along axis {axis}")
+    _check_axis(name, axis, first.dtype, first.shape)
     return axis % rank
 
 

@@ -101,8 +101,16 @@ class Pair:
         return np.asarray((integers.astype(np.float32) - spread(self.zero_point)) * spread(self.scale))
 
 
+def quantized_how(model: Model) -> str:
+    """How a model is quantized already, as the end of a sentence that begins with its name; "" for a float model."""
+    ops = {node.op for node in model.nodes}
+    if "QuantizeLinear" not in ops and any(True for _ in dynamic_products_of(model)):
+        return "is dynamically quantized already"
+    return "already has Q/DQ pairs" if not ops.isdisjoint(QDQ) else ""
+
+
 def is_quantized(model: Model) -> bool:
-    return any(n.op in QDQ for n in model.nodes) or any(True for _ in dynamic_products_of(model))
+    return bool(quantized_how(model))
 
 
 def read_placement(float_model: Model, qdq_model: Model, quant_type: QuantType = "int8") -> Reading:

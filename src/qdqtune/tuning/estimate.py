@@ -16,7 +16,7 @@ from qdqtune.errors import BadOption, BaselineFailed, rewording
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.fitting import inferences
 from qdqtune.numerics.metrics import evaluate, load_evaluation, open_metric
-from qdqtune.numerics.scores import asked_outputs
+from qdqtune.numerics.scores import check_asked
 from qdqtune.timing.ratios import FEW_BUILDS, USUAL_BUILDS
 from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
@@ -51,7 +51,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     with temporary_runner(settings.engine, execution) as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner, execution)
-        asked_outputs(settings.scores, subject.shaped.outputs)
+        check_asked(settings.scores, subject.shaped)
         open_metric(None, settings, subject.prepared)
         if settings.state.exists() and not settings.restart:
             read_journal(settings.state)  # as a run does at this point: it may be damaged

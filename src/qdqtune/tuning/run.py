@@ -22,7 +22,7 @@ from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording, 
 from qdqtune.graph.loading import files_of, nbytes
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.numerics.metrics import Evaluation, Labelled, Metric, load_evaluation, measure, open_metric, option_of
-from qdqtune.numerics.scores import asked_outputs, can_tell, copies_in, doubt, samples_to_tell
+from qdqtune.numerics.scores import can_tell, check_asked, copies_in, doubt, samples_to_tell
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
@@ -383,7 +383,7 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
         observer.stage(f"reading {settings.model.name}")
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner, execution)
-        asked_outputs(settings.scores, subject.shaped.outputs)  # refuses other names before the work begins
+        check_asked(settings.scores, subject.shaped)  # refuses others before the work begins
         evaluation = function or open_metric(None, settings, subject.prepared)
         fingerprint = fingerprint_of(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, fingerprint, restart=settings.restart, given=given))

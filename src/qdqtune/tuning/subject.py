@@ -40,7 +40,7 @@ from qdqtune.numerics.half_precision import NAMES, in_half_precision
 from qdqtune.numerics.simulation import check_stripped
 from qdqtune.placement import engine_rules, start_placements
 from qdqtune.placement.possible import NO_WIDE, possible_edges
-from qdqtune.placement.reading import Reading, is_quantized, read_placement
+from qdqtune.placement.reading import Reading, is_quantized, quantized_how, read_placement
 from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
@@ -165,11 +165,9 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Su
         model = Rewrites().of(strip_pairs(quantized))
     else:
         model = _typed(settings, model)
-        if is_quantized(model):
-            raise BadModel(
-                f"{settings.model} already has Q/DQ pairs: give `from_qdq` to strip them and search from there, "
-                "or tune the float model"
-            )
+        if how := quantized_how(model):
+            advice = "give `from_qdq` to make it float and search from there, or tune the float model"
+            raise BadModel(f"{settings.model} {how}: {advice}")
     faster = tuple(name for name in made.merged if name in facts.rewrites)
     made = replace(made, names=(*faster, *made.names), merged=tuple(n for n in made.merged if n not in faster))
     imported = None if quantized is None else read_placement(model, quantized, settings.quant_type)
