@@ -66,6 +66,7 @@ def test_a_model_that_fails_does_not_end_the_others(call, tmp_path):
     assert code == 2
     assert [line.split()[1] for line in table.splitlines() if ".onnx" in line] == ["failed", "tuned", "baseline"]
     assert table.count("not measured") == 2
+    assert err.startswith(f"3 models: {models}/broken.onnx, {models}/fast.onnx, {models}/slow.onnx\n")
     assert "fast.onnx: measuring the float model" in err
     assert "fast.onnx: note: " in err
     assert "broken.onnx: error: " in err

@@ -33,7 +33,7 @@ from qdqtune.engines.devices import ANYWHERE, Device, cores_for, leased, needs_g
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.engines.process import NODE_LOST
 from qdqtune.engines.remote import Destination
-from qdqtune.errors import BadOption, EngineUnavailable
+from qdqtune.errors import BadOption, EngineUnavailable, first_of
 from qdqtune.explanation.formatting import counted, duration
 from qdqtune.options import options_of
 from qdqtune.system.interpreter import end_group, python
@@ -93,6 +93,8 @@ def run_jobs(jobs: Sequence[TuneOptions], options: WorkerOptions, terminal: Term
     """Tune models and print the outcome of each. Returns the worst exit code."""
     begun = time.monotonic()
     devices, more = _devices([job.spec() for job in jobs], options)
+    if not terminal.quiet:
+        say(f"{counted(len(jobs), 'model')}: {first_of([str(job.model) for job in jobs])}")
     more |= {"as_machine": True, "quiet": terminal.quiet, "verbose": terminal.verbose}
     rows = _tune_all(jobs, devices, more)
     if terminal.as_machine:
