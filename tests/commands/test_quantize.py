@@ -40,7 +40,7 @@ def request(path: Path, **changes: Any) -> QuantizeOptions:
 def test_a_part_of_an_output_that_is_lost_is_warned_of(tmp_path: Path) -> None:
     done = quantize(request(write(joined(), tmp_path, count=5), engine="qnn"))
     assert done.sqnr_db is not None
-    assert done.sqnr_db > 30
+    assert done.sqnr_db < 3  # as large values do not hide it
     assert done.worst_slice.startswith("y[:, :, 4:12] -")
     assert done.to_dict()["worst_slice"] == done.worst_slice
     assert any(note.startswith("y[:, :, 4:12] lost its values: ") for note in done.notes)

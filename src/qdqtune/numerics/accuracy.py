@@ -39,13 +39,12 @@ Outputs = Sequence[Mapping[str, Array]]
 
 def concern(accuracy: Accuracy) -> str | None:
     """A warning in one line if outputs are not to be trusted; else None."""
+    if (part := loss_of_slice(accuracy)) is not None:
+        return part
     lost = accuracy.sqnr_db
     if lost is not None and lost < FLOOR_DB:
         state = "computes something else than" if lost < FLOOR_DB / 2 else "differs much from"
         return f"the output SQNR is {lost:.1f} dB: below {FLOOR_DB:g} dB a model {state} the float model"
-    part = loss_of_slice(accuracy)
-    if part is not None:
-        return part
     if accuracy.agreement is not None and accuracy.agreement < MOST_EQUAL:
         return f"only {accuracy.agreement:.1%} of the integers in the outputs are those of the float model"
     lowest = accuracy.lowest_db
@@ -71,8 +70,9 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
     """The accuracy of outputs, compared with those of the float model, `reference`, which has an entry for each sample;
     `outputs` may stop earlier. `scores` says which outputs hold scores of classes; None: find out.
 
-    The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples. The result is
-    that of the worst output, with its least and largest SQNR of a single sample, and the worst slice of all outputs.
+    The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples. One that holds
+    quantities of different sizes (`_quantities`) counts as several. The result is that of the worst output, with its
+    least and largest SQNR of a single sample, and the worst slice of all outputs.
     Where shapes depend on values and differ (numbers of boxes, say), missing values count as zeros.
     """
     scores = scores or scores_of(reference)
@@ -97,6 +97,8 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
         signal = np.maximum(signal, signal.mean())
         single = [_db(s, n) for s, n in zip(signal.tolist(), noise.tolist(), strict=True) if n > 0]
     top1, choices, alike = _choices(outputs, scores)
+    by_output: dict[str, float | None] = {name + part: _sqnr(own) for (name, part), own in powers.items()}
+    by_output |= {name: None for name in floats if all(name != differing for differing, _ in powers)}
     return Accuracy(
         None if worst is None else _sqnr(worst),
         min(single, default=None),
@@ -109,7 +111,7 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
         slice_name=None if part is None else part.name,
         slice_db=None if part is None else part.db,
         slice_is_lost=part is not None and part.is_lost,
-        by_output={n: _sqnr(powers[n]) if n in powers else None for n in floats} if len(floats) > 1 else {},
+        by_output=by_output if len(by_output) > 1 else {},
     )
 
 
@@ -144,14 +146,48 @@ def _paired(reference: Outputs, outputs: Outputs) -> dict[str, Pairs]:
     return dict(pairs)
 
 
-def _powers(pairs: Mapping[str, Pairs]) -> dict[str, Array]:
-    """Signal and noise power of each sample, [2, samples], by name of each float output that differs."""
-    powers = {
-        name: np.array([(power(exact), power(exact, other)) for exact, other in arrays]).T
-        for name, arrays in pairs.items()
-        if arrays[0][0].dtype.kind == "f"
-    }
-    return {name: each for name, each in powers.items() if each[1].sum() > 0}
+def _powers(pairs: Mapping[str, Pairs]) -> dict[tuple[str, str], Array]:
+    """Signal and noise power of each sample, [2, samples], by name of each float output that differs, and by words for
+    each of its quantities (see `_quantities`), "" for a single one."""
+    powers = dict[tuple[str, str], Array]()
+    for name, arrays in pairs.items():
+        if arrays[0][0].dtype.kind != "f":
+            continue
+        axis, quantities = _quantities(arrays)
+        for words, members in quantities.items():
+            parts = arrays if not words else [(a.take(members, axis), b.take(members, axis)) for a, b in arrays]
+            powers[name, words] = np.array([(power(exact), power(exact, other)) for exact, other in parts]).T
+    return {key: each for key, each in powers.items() if each[1].sum() > 0}
+
+
+def _quantities(arrays: Pairs) -> tuple[int, Mapping[str, Array]]:
+    """The axis along which an output holds quantities of different sizes, as boxes in pixels and scores up to 1, and
+    the indices of each, by words for them. Axis 0 and one quantity, "", where there is but one."""
+    floats = [exact for exact, _ in arrays]
+    are_probabilities = all(exact.min(initial=0.0) >= 0 and exact.max(initial=0.0) <= 1 for exact in floats)
+    for axis in () if are_probabilities else _axes(arrays):
+        length, others = floats[0].shape[axis], tuple(i for i in range(floats[0].ndim) if i != axis)
+        count = sum(exact.size for exact in floats) // length
+        size = np.sqrt(sum(np.square(exact, dtype=np.float64).sum(others) for exact in floats) / max(1, count))
+        groups = _by_size(np.flatnonzero(size > RESOLVED * size.max()), size)
+        if count >= LEAST_VALUES and len(groups) > 1:
+            larger = np.sort(groups[0])
+            return axis, {
+                ", larger values": larger,
+                ", smaller values": np.setdiff1d(np.arange(length), larger),
+            }
+    return 0, {"": np.arange(1)}
+
+
+def _axes(arrays: Pairs) -> list[int]:
+    """The axes of an output, but the first, that have the same moderate length in all samples."""
+    shapes = [array.shape for array in chain.from_iterable(arrays)]
+    if any(len(shape) != len(shapes[0]) for shape in shapes):
+        return []
+    lengths = [{shape[axis] for shape in shapes} for axis in range(len(shapes[0]))]
+    return [
+        axis for axis in range(1, len(lengths)) if len(lengths[axis]) == 1 and 1 <= max(lengths[axis]) <= MOST_SLICES
+    ]
 
 
 def _sqnr(powers: Array) -> float:
@@ -283,12 +319,8 @@ def worst_slice(pairs: Mapping[str, Pairs]) -> Slice | None:
     """
     slices = list[Slice]()
     for name, arrays in pairs.items():
-        shapes = [array.shape for array in chain.from_iterable(arrays)]
-        rank = len(shapes[0])
-        if any(len(shape) != rank for shape in shapes):
+        if not (axes := _axes(arrays)):
             continue
-        lengths = [{shape[axis] for shape in shapes} for axis in range(rank)]
-        axes = [axis for axis in range(1, rank) if len(lengths[axis]) == 1 and 1 <= max(lengths[axis]) <= MOST_SLICES]
         sums: dict[int, list[tuple[Array, Array]]] = {axis: [] for axis in axes}
         for exact, actual in arrays:
             wide = exact.astype(np.float64)
@@ -299,10 +331,10 @@ def worst_slice(pairs: Mapping[str, Pairs]) -> Slice | None:
                 )
         total = sum(exact.size for exact, _ in arrays)
         for axis, own in sums.items():
-            span = _worst_slices(own, total // max(lengths[axis]))
+            span = _worst_slices(own, total // arrays[0][0].shape[axis])
             if span is not None:
                 start, stop, db, is_lost = span
-                index = [":"] * rank
+                index = [":"] * arrays[0][0].ndim
                 index[axis] = str(start) if stop == start + 1 else f"{start}:{stop}"
                 slices.append(Slice(f"{name}[{', '.join(index)}]", db, is_lost))
     return min(slices, key=lambda part: (not part.is_lost, part.db), default=None)
@@ -312,8 +344,8 @@ def loss_of_slice(accuracy: Accuracy) -> str | None:
     """A warning in one line about a destroyed part of an output; None if there is none."""
     if not accuracy.slice_is_lost or accuracy.slice_db is None or accuracy.sqnr_db is None:
         return None
-    hidden = f"hidden in an output SQNR of {accuracy.sqnr_db:.1f} dB"
-    return f"{accuracy.slice_name} lost its values: {accuracy.slice_db:.1f} dB, {hidden}"
+    hidden = f", hidden in an output SQNR of {accuracy.sqnr_db:.1f} dB" if accuracy.sqnr_db >= HIDING_DB else ""
+    return f"{accuracy.slice_name} lost its values: {accuracy.slice_db:.1f} dB{hidden}"
 
 
 def _sums(exact: Array, actual: Array, wide: Array, error: Array) -> tuple[Array, Array]:
