@@ -48,7 +48,7 @@ Came = Literal["accepted", "faster", "undecided", "slower", "inaccurate", "faile
 @dataclass(frozen=True)
 class Candidate:
     """A candidate of the search. `against_best` is its speed relative to the best candidate before it, `speed` relative
-    to the float model; "costlier" if judged by rule, without times. `ships`: optimized_final.onnx has its placement."""
+    to the float model. `outcome` is "costlier" if judged by rule. `ships`: optimized_final.onnx has its placement."""
 
     number: int
     origin: str
@@ -147,7 +147,7 @@ def _bars_lead(drawn: Map, run: FinishedRun) -> str:
 
 
 def _facts(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Fact]:
-    """The rows of the result that `tune` prints, without its headline; then where else nodes run, and what the search
+    """The rows of the result that `tune` prints, without its headline; where else nodes run; and what the search
     used."""
     for row in result_rows(summary):
         if row.final and row.name != "speedup [interval]":

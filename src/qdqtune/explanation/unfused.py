@@ -36,14 +36,14 @@ USUAL = COMPUTE | MOVERS | INTEGER_KERNELS
 
 @dataclass(frozen=True)
 class Finding:
-    """A layer that a better placement might avoid, if it `fails`; otherwise a note.
+    """A layer that a better placement might avoid, if it `fails`; otherwise a note. `nodes` are the ONNX nodes of the
+    layer. `cause` is the node that `reason` is about: findings with the same cause belong together.
 
-    Kinds: "standalone pair", a Q or a DQ that runs as a separate kernel; "float compute", an operator that runs in
-    float although its inputs carry pairs; "reformat", a layer next to a quantized one that only moves values (it fails
-    if the other side is float); "elsewhere", nodes that an execution provider leaves to another (it fails if they carry
-    pairs); "boundary", a conversion that is needed because the model's inputs and outputs are float, or that the user
-    allows. `nodes` are the ONNX nodes of the layer; `cause` is the node that `reason` is about: findings with the same
-    cause belong together.
+    - "standalone pair": a Q or a DQ that runs as a separate kernel.
+    - "float compute": an operator that runs in float although its inputs carry pairs.
+    - "reformat": a layer next to a quantized one that only moves values. It fails if the other side is float.
+    - "elsewhere": nodes that an execution provider leaves to another. It fails if they carry pairs.
+    - "boundary": a conversion that float inputs or outputs of the model need, or that the user allows.
     """
 
     reason: str
@@ -254,8 +254,7 @@ class _Graph:
         return ""
 
     def _numbers_of_pairs(self, node: Node) -> str:
-        """A text if pairs have a number format that this engine does not support, and no such operator runs in 8
-        bits."""
+        """A text if pairs have a number format that the engine lacks, and no such operator runs in 8 bits."""
         numbers = self._numbers
         if numbers is None or node.op in self._low_operators:
             return ""

@@ -1,9 +1,9 @@
 """Converts a float32 model to float16 or bfloat16, for engines that take precision from the graph.
 
-Operators that are unsafe in half precision stay in float32, by the list of ONNX Runtime's converter, which also has
-the names of the casts around them. No cast to half precision and back, which would round, stands between two of them.
-So do nodes with bodies. Finite constants are clipped to the range of float16, so that a mask of -3e38 stays a mask.
-Large constants are converted when they are read.
+Operators that are unsafe in half precision stay in float32, by the list of ONNX Runtime's converter. So do nodes with
+bodies and operators of other domains. Between two nodes in float32 no cast to half precision and back is inserted,
+which would round. Casts have the names that ONNX Runtime's converter gives them. Finite constants are clipped to the
+range of float16, so that a mask of -3e38 stays a mask. Large constants are converted when they are read.
 """
 
 from __future__ import annotations

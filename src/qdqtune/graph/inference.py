@@ -66,9 +66,12 @@ def _with_constants(model: Model, nodes: list[onnx.NodeProto], added: Mapping[st
 
 
 def known_sizes_computed(model: Model) -> Model:
-    """`model` with constants in place of small values that follow from the known sizes of inputs with open ones, as the
-    height of pictures where the batch is open: engines compute what a Shape leads to in advance only if all sizes are
-    known. The same object unless engines compute more nodes in advance then."""
+    """`model` with constants in place of small values that follow from known sizes, where inputs have open sizes as
+    well: the height of pictures is known, say, and the batch is open.
+
+    Engines compute in advance what follows from a Shape only if all its sizes are known. Returns the same object if no
+    input has open sizes, or if engines could compute no more nodes in advance than before.
+    """
     if all(is_sized(model.tensors.get(t)) for t in model.inputs):
         return model
     bare = deepcopy(model.proto)
@@ -87,8 +90,8 @@ def known_sizes_computed(model: Model) -> Model:
 
 
 def made_of_constants(model: Model, free: Collection[str] = ()) -> set[str]:
-    """The results of nodes that read constants alone, and results of such nodes, or what operators `free` make:
-    engines compute these in advance."""
+    """The tensors that engines compute in advance: results of nodes that read only constants or such results. Results
+    of operators named in `free` count as constants, and are included."""
     constants, results = set(model.constants), set[str]()
     for node in model.nodes:
         is_fixed = constants.issuperset(node.reads) and node.op not in RANDOM
@@ -103,8 +106,8 @@ FIXING = "with the open sizes fixed (python -m onnxruntime.tools.make_dynamic_sh
 
 
 def waiting_for_sizes(model: Model) -> list[Node]:
-    """The nodes that compute floats from constants and open sizes alone, so that every inference computes them again;
-    without those that only copy."""
+    """The nodes that compute floats of two or more dimensions from constants and open sizes alone, so that every
+    inference computes them again. Nodes that only copy are left out."""
     if all(is_sized(model.tensors.get(t)) for t in model.inputs):
         return []
     waiting = made_of_constants(model, ASKS_SHAPE) - made_of_constants(model)
@@ -113,8 +116,11 @@ def waiting_for_sizes(model: Model) -> list[Node]:
 
 
 def decided(model: Model, most: int = MOST_COMPUTED_BYTES) -> tuple[dict[str, TensorInfo], dict[str, Constant]]:
-    """The type and shape of every tensor, and all that is constant. Nodes are computed where constants and known sizes
-    determine a result of up to `most` bytes, so that shapes behind them become known, too."""
+    """The types and shapes of tensors, as far as they are known, and all constants.
+
+    Besides the model's own constants these are results that constants and known sizes determine. Their nodes are
+    computed if the results have up to `most` bytes, so that shapes behind them become known, too.
+    """
     known, infos, parts = dict(model.constants), dict(model.tensors), dict[str, _Part]()
     news = set[str]()  # tensors of which more is known than before
     for node in model.nodes:

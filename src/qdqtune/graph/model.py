@@ -57,12 +57,13 @@ class Node:
 
     @property
     def into(self) -> tuple[Edge, ...]:
+        """One edge for each input, by slot; an optional input that is left out has the tensor ""."""
         return tuple(Edge(tensor, self.name, slot) for slot, tensor in enumerate(self.inputs))
 
 
 class Use(NamedTuple):
-    """Where a tensor is used: input number `slot` of node number `node`, -1 if a body of the node reads it; output
-    number `slot` of the graph if `node` is GRAPH."""
+    """Where a tensor is used: as input number `slot` of node number `node`. The slot is -1 if a body of the node reads
+    it. For a graph output, `node` is GRAPH and `slot` the number of the output."""
 
     node: int
     slot: int

@@ -195,7 +195,8 @@ def maker(model: Model, tensor: str) -> Node | None:
 
 
 def reader(model: Model, node: Node) -> Node | None:
-    """The only reader of a node's first output; None if it is also read elsewhere, in a body, or as a graph output."""
+    """The only reader of a node's first output. None if it is also read elsewhere, in a body, or as a graph output, or
+    if the reader is no operator of ONNX."""
     uses = model.uses(node.outputs[0])
     if len(uses) != 1 or uses[0].node == GRAPH or uses[0].slot < 0 or model.nodes[uses[0].node].domain:
         return None
@@ -203,6 +204,7 @@ def reader(model: Model, node: Node) -> Node | None:
 
 
 def number(model: Model, tensor: str) -> float | None:
+    """The value of a float32 constant of shape [] or [1]; None for other tensors."""
     constant = model.constants.get(tensor)
     if constant is None or constant.shape not in ((), (1,)) or constant.dtype != TensorProto.FLOAT:
         return None

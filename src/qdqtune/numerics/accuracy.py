@@ -67,8 +67,9 @@ def check_finite(outputs: Outputs) -> None:
 
 
 def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None) -> Accuracy:
-    """The accuracy of outputs, compared with those of the float model, `reference`, which has an entry for each sample;
-    `outputs` may stop earlier. `scores` says which outputs hold scores of classes; None: find out.
+    """The accuracy of outputs, compared sample by sample with `reference`, those of the float model. If `outputs` has
+    fewer samples, only these count, and `at_most_db` is the most that all samples can reach. `scores` says which
+    outputs hold scores of classes; None: their values decide.
 
     The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples. One that holds
     quantities of different sizes (`_quantities`) counts as several. The result is that of the worst output, with its
@@ -207,8 +208,8 @@ def _db(signal: float, noise: float) -> float:
 
 
 def _choices(outputs: Outputs, scores: Scores) -> tuple[float | None, int, float | None]:
-    """For the output whose best classes most surely agree at less than `MOST_EQUAL`: their share of agreement, the
-    number of positions, and how many independent ones tell as much. Samples whose shape differs do not count."""
+    """For the output whose best classes most surely fall short of `MOST_EQUAL`: the share that agrees, the number of
+    positions, and how many independent ones tell as much (None: all). Samples whose shape differs do not count."""
     shares = list[tuple[float, int, float]]()
     for name, axis in scores.axis.items():
         best = scores.best[name]

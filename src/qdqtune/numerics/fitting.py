@@ -90,7 +90,7 @@ def some_ranges(model: Model) -> Ranges:
 
 
 def with_wide(prepared: Prepared, found: Ranges, numbers: NumericFormat) -> Ranges:
-    """`found` with ranges of all values for activations in 16 bits, if the format has them."""
+    """The ranges `found`, and ranges of all values for activations in 16 bits if the engine's format has these."""
     if numbers.wide is None:
         return found
     return replace(found, wide=prepared.ranges(Calibration("minmax"), numbers).activations)

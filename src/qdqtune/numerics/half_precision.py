@@ -148,6 +148,7 @@ def keeping(
     samples: Sequence[Sample],
     execution: Execution = EXECUTION,
 ) -> Half:
+    """`model` with the nodes `kept` in float32 (each with its reason), compared with float32 if there are `samples`."""
     half = Half(converted(model, precision, kept.keys()), precision, kept)
     if not samples:
         return half
@@ -270,7 +271,6 @@ def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Mo
 
 
 def _rounded(constant: Constant, precision: HalfPrecision) -> Constant:
-    """A constant with its values rounded to half precision."""
     half = in_type(constant, HALF_TYPES[precision])
     key = f"{half.key}:rounded"
     return Constant(key, TensorProto.FLOAT, constant.shape, lambda: half.array().astype(np.float32))

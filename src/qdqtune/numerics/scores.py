@@ -108,8 +108,7 @@ def scores_of(
     outputs: Sequence[Mapping[str, Array]], asked: Sequence[str] = (), copies: frozenset[str] = frozenset()
 ) -> Scores:
     """The outputs that hold class scores, from the float model's `outputs` for each sample. `asked` are those that the
-    user names, each as NAME, NAME:AXIS or NAME:binary, or `NONE`; if empty, they are found by their values. `copies` as
-    in `Scores`."""
+    user names, as NAME, NAME:AXIS or NAME:binary, or `NONE`; if empty, their values decide. `copies`: see `Scores`."""
     first = outputs[0]
     if list(asked) == [NONE]:
         return Scores({}, {}, {}, "best classes are not compared: `scores` is none", copies=copies)
@@ -215,8 +214,7 @@ def agrees(accuracy: Accuracy, least: float) -> bool:
 
 def are_too_many(others: float, choices: float, least: float) -> bool:
     """Whether `others` differing of `choices` choices prove that the true share of equal ones is below `least`: exact
-    one-sided binomial test, P(Binomial(choices, 1 - least) >= others) < `DOUBT`, with the beta function for
-    fractions."""
+    one-sided binomial test, P(Binomial(choices, 1 - least) >= others) < `DOUBT`, by the beta function."""
     from scipy.special import betainc  # slow to import
 
     return others > 1e-9 and (least >= 1 or bool(betainc(others, choices - others + 1, 1 - least) < DOUBT))

@@ -232,8 +232,7 @@ def sensitivities(
             return run({**sample, **switches} for sample in chosen)
 
         def rounded(block: Block, chosen: Sequence[Sample]) -> Outputs | None:
-            """The outputs with a block of tensors rounded; None if not finite, or if ONNX Runtime cannot run the
-            model."""
+            """The outputs with a block of tensors rounded; None if they are not finite or ONNX Runtime fails."""
             try:
                 found = outputs(block, chosen)
             except EngineRefused as refused:
@@ -303,8 +302,7 @@ def halved(
 
 
 def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge, *, wide: bool) -> Quantization:
-    """The quantization of an edge by its own range, even if placements give its tensor a shared scale; 16 bits if
-    `wide`."""
+    """The quantization of an edge by its own range, even if placements share a scale there; in 16 bits if `wide`."""
     constant = model.constants.get(edge.tensor)
     if constant is None and wide:
         return scales.of_range(ranges.wide.get(edge.tensor, ranges.activations[edge.tensor]), numbers, wide=True)

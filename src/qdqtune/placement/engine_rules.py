@@ -287,8 +287,8 @@ def attention_results(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def attention_parts(queries: GraphQueries) -> Iterator[Edge]:
-    """Where a quantized product that makes queries, keys and values at once is split, unless the attention is fused in
-    float16."""
+    """Edges into the operators that split the result of a quantized product which makes queries, keys and values at
+    once; none if the attention is fused in float16."""
     for attention in queries.attentions:
         parts = queries.parts(attention)
         is_float = queries.is_fused_as_float(attention, queries.placed)
@@ -342,8 +342,8 @@ def average_pool(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def compute_results(queries: GraphQueries) -> Iterator[Edge]:
-    """All uses of the result of a convolution with pairs in front of it, or of such a MatMul with a bias behind it;
-    the result is that of an activation which is fused into the node, if there is one."""
+    """All uses of the result of a convolution with pairs in front of it, or of a MatMul with such pairs and a constant
+    bias behind it. Where a Relu or Clip is fused into the node, its result counts."""
     for node in queries.computes():
         if node.op == "Gemm" or not compute_edges(node, queries.placed):
             continue

@@ -61,8 +61,8 @@ class GraphQueries:
         return node
 
     def readers(self, tensor: str, copies: frozenset[str] = COPIES) -> Iterator[Edge]:
-        """The edges that read a tensor's values, not only its shape; for readers in `copies`, those that read their
-        result."""
+        """The edges that read a tensor's values, not only its shape. In place of an edge into an operator of `copies`
+        stand the edges that read that operator's result."""
         pending = self.model.edges(tensor)
         while pending:
             edge = pending.pop()
@@ -73,6 +73,7 @@ class GraphQueries:
                 yield edge
 
     def sizes(self, tensor: str) -> tuple[int | None, ...]:
+        """The shape of a tensor, with None for dynamic sizes; empty if its rank is unknown."""
         info = self.model.tensors.get(tensor)
         return (info.shape or ()) if info is not None else ()
 
@@ -140,15 +141,15 @@ class GraphQueries:
         return queries[0], tuple(dict.fromkeys(edges))
 
     def _part_of(self, tensor: str) -> tuple[Node, Edge] | None:
-        """The product with a weight of which a tensor is a (scaled) part, and the edge into the operator that splits it
-        first."""
+        """The product with a weight of which a tensor is a (scaled) part, and the edge into the first operator that
+        splits it."""
         for node, divided in self._in_front(tensor, COPIES | ARITHMETIC | DIVIDES):
             if divided is not None and node.op in ("Gemm", "MatMul") and len(self.data(node)) == 1:
                 return node, divided
         return None
 
     def _in_front(self, tensor: str, operators: Collection[str]) -> Iterator[tuple[Node, Edge | None]]:
-        """The nodes on which a tensor depends through `operators`, with the edge into the first of DIVIDES after
+        """The nodes on which a tensor depends through `operators`, with the edge into the first of DIVIDES behind
         each."""
         pending: list[tuple[str, Edge | None]] = [(tensor, None)]
         seen: set[str] = set()
@@ -163,8 +164,7 @@ class GraphQueries:
                 pending += [(e.tensor, e if node.op in DIVIDES else divided) for e in self.data(node)]
 
     def is_fused_as_float(self, attention: Attention, paired: Collection[Edge]) -> bool:
-        """Whether TensorRT runs an attention as one float16 kernel: it does in half precision if a product lacks a
-        pair."""
+        """Whether TensorRT runs an attention as one float16 kernel: in half precision, if a product lacks a pair."""
         info = self.model.tensors.get(attention.softmax.inputs[0])
         is_half = info is not None and info.dtype in HALF
         return is_half and not all(e in paired for e in attention.into_products)

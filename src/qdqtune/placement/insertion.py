@@ -55,7 +55,8 @@ class Inserter:
         """The model with the pairs and weight formats of `placement`.
 
         Raises:
-            ValueError: an edge does not exist in the model, cannot carry a pair, or its tensor has no range.
+            ValueError: an edge does not exist in the model, cannot carry its pair or weight format, or has no range; or
+                the opset or the engine's number format lacks what a pair needs.
         """
         model = self.model
         if model.opset < max(self._weights.opset(placement), BLOCK_OPSET if placement.wide else 0):

@@ -32,9 +32,9 @@ WEIGHT_ONLY_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16}
 
 
 def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
-    """Why `tensor` can carry no pair into input `slot` of node number `node`, or as graph output `slot` (node GRAPH);
-    None if it can, given a range: an activation at data inputs, a constant as `weight_role` or `TAKES_CONSTANTS`
-    allow."""
+    """Why `tensor` can carry no pair into input `slot` of node number `node`, or as graph output `slot` (node GRAPH).
+    None if it can, once it has a range: activations at data inputs, constants where `weight_role` or `TAKES_CONSTANTS`
+    allow it."""
     if tensor in model.overridable:
         return "callers may override it, and its range with it"
     if not is_float(model, tensor):
@@ -86,7 +86,7 @@ class WeightRole:
 
 
 def weight_role(model: Model, edge: Edge) -> WeightRole | None:
-    """The role of a constant as a weight at an edge, or as the scale of a normalization; None for other tensors."""
+    """The role at an edge of its tensor, which must be a constant: a weight, or a normalization's scale. Else None."""
     node = model.user(edge)
     if node is None or node.domain:
         return None
@@ -187,8 +187,11 @@ def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
 @dataclass(frozen=True)
 class BiasedLayer:
     """A quantized compute operator whose bias is, or could become, the constant input `slot` of node `node`: of the
-    operator itself, or of the Add behind a MatMul. Its output `result` has `channels` channels: along axis 1 for
-    convolutions, which have a `rank`, else along the last axis."""
+    operator itself, or of the Add behind a MatMul.
+
+    Its output `result` has `channels` channels. For a convolution they lie along axis 1 of `rank` axes; otherwise
+    `rank` is None, and they lie along the last axis.
+    """
 
     node: str
     slot: int
@@ -267,7 +270,7 @@ def computable(model: Model, placement: Placement) -> Placement:
 
 
 def conversions(model: Model, placement: Placement, stored: frozenset[str]) -> frozenset[Edge]:
-    """The edges (no graph outputs) read in other bits than their tensor is stored in; `stored` are the tensors in 16
+    """The edges, other than graph outputs, read in other bits than their tensor has; `stored` are the tensors in 16
     bits."""
     if not placement.wide:
         return frozenset()

@@ -65,8 +65,7 @@ class Quantizer:
         self._fixed = {fixed.op: fixed for fixed in fmt.wide_scales}
 
     def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
-        """The quantization of activations by name, and of constants by edge; biases may still raise scales of
-        weights."""
+        """The quantization of activations by name, and of constants by edge; biases may still raise weights' scales."""
         constants = self._model.constants
         fixed = [e for e in placement if e.tensor in constants]
         weights = {e: self._weight_scale(e, placement) for e in fixed if weight_role(self._model, e) is not None}

@@ -52,8 +52,7 @@ class Pair:
 
     @property
     def range(self) -> Range:
-        """The range of values that the pair can represent; without -128 for symmetric int8, so that scale = max /
-        127."""
+        """The range of values that the pair can represent; for symmetric int8 without -128, as scale = max / 127."""
         return Range(self.end("min"), self.end("max"))
 
     @property
@@ -288,9 +287,9 @@ def _zero_point(model: Model, node: Node, dtype: int) -> Array | None:
 
 
 def twins_of(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
-    """Index of each Q/DQ model node to the float node that it was made of: of the same operator, and the same name or
-    else output. A name that `load` may have given, of operator and position, counts only where no output decides. The
-    maker of a graph output may have another name, and another output that the pair behind it reads."""
+    """For each node of the Q/DQ model that was made of a float node, by index, that node. Both have the same operator
+    and the same name, or else an output of the same name. A name that `load` may have given, of operator and position,
+    counts only if no output decides. The maker of a graph output with a pair may differ in name and output."""
     twins: dict[int, Node] = {}
     for node in qdq_model.nodes:
         same_output = next(filter(None, map(float_model.maker, node.outputs)), None)
@@ -363,8 +362,8 @@ class DynamicProduct:
 
 
 def dynamic_products_of(model: Model) -> Iterator[DynamicProduct]:
-    """Dynamically quantized products with signed weights, as `insertion` or ONNX Runtime's quantize_dynamic writes
-    them."""
+    """Dynamically quantized products with signed weights, as written by `insertion` or ONNX Runtime's
+    quantize_dynamic."""
     for node in model.nodes:
         if node.op != "MatMulInteger" or len(node.inputs) < 3:
             continue

@@ -22,8 +22,7 @@ def compute_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
 
 
 def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
-    """`compute_inputs`, and the skip input of each Add that engines fuse into the compute operator of its other
-    input."""
+    """`compute_inputs`, and the skip input of each Add that fuses into the compute operator of its other input."""
     edges = set(compute_inputs(model, possible).edges)
     for node in model.nodes:
         if node.op != "Add" or node.domain:

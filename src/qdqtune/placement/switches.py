@@ -44,8 +44,8 @@ def with_roundings(model: Model, roundings: Sequence[Rounding], *, switched: boo
 
 
 def is_switched_at_reader(model: Model, edge: Edge) -> bool:
-    """Whether a switch's If encloses the reader: that of a large constant with one use, if it has one output of known
-    type."""
+    """Whether the If of a switch encloses the reader of a tensor, and not the tensor alone: for a large constant with
+    one use, if its reader has one output of known type."""
     if edge.is_graph_output or edge.tensor not in model.large or len(model.uses(edge.tensor)) != 1:
         return False
     outputs = model.node(edge.node).outputs
@@ -112,8 +112,7 @@ class _Writer:
         return result
 
     def _switched_reader(self, reader: onnx.NodeProto, edge: Edge, output: str) -> onnx.NodeProto:
-        """An If with two copies of the only node that reads a weight: one for the rounded weight, one for the
-        weight."""
+        """An If with two copies of the only node that reads a weight: one reads it rounded, one as it is."""
         number = self._numbers[edge]
         rounding, copies = list(self._copies(number)), [deepcopy(reader), deepcopy(reader)]
         for copy, name in zip(copies, ("rounded", "plain"), strict=True):

@@ -22,7 +22,7 @@ class Strategy(Protocol):
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """The next placements to measure against the best so far; empty when nothing is left to try.
 
-        None equals a placement of `history` or the empty one.
+        No proposal is the empty placement, or one that `history` has.
         """
 
 

@@ -148,8 +148,7 @@ class RuleSearch:
         """The best placement with parts in fewer bits: first an eighth of the parts, those that save most for the noise
         they add, then a sixteenth, and so on; then runs of neighbours, which need no conversion between them: half of
         the parts, a quarter, and so on; then each part alone. Left out are those that should miss the limit by
-        simulated noise, scaled as measured on the best one, and those with nowhere more bits than one that missed
-        it."""
+        simulated noise, scaled as measured on the best one, and those with nowhere more bits than one that missed."""
         if not (best := best_of(history)):
             return
         limit, simulate = self.noise.limit, self.noise.simulate

@@ -108,8 +108,8 @@ class CutSearch:
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch shows the cost of every unit: the seeds, and everything quantized in the
-        groups that the engine fuses in float. If a build shows that the engine has no 8-bit kernels, only weight
-        formats remain."""
+        groups that the engine fuses in float. Once a build shows that there are no 8-bit kernels, only weight formats
+        remain."""
         if self.possible and any(products_left_in_float(trial, self.model, self.plan) for trial in history):
             return replace(self, possible=frozenset(), seeds={}, fallbacks={}).propose(history)
         if self.noise is not None and not any(trial.holds is False for trial in history):
@@ -184,8 +184,8 @@ class CutSearch:
                 yield proposal
 
     def _optima(self, costs: Costs, history: Sequence[Trial], *, raised: bool = False) -> Iterator[Decision]:
-        """Optimal decisions by learned costs; with several contexts also those by each one's costs, and first those
-        predicted to be slower than float in none. `raised`: costs that no build has shown are raised."""
+        """Optimal decisions by learned costs. With several contexts there are also those by the costs of each, and
+        those predicted to be slower than float in none come first. `raised`: costs that no build shows are raised."""
         if not self.contexts:
             yield from self._optima_of(costs, history)
             return
@@ -205,8 +205,8 @@ class CutSearch:
             yield costs.partition.decision(placement)
 
     def _optima_of(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
-        """The optimal decisions within the limits on noise, if any: by simulated noise, or one for each guess of the
-        allowed sum of noise."""
+        """The optimal decisions within the limits on noise: by simulated noise, or one for each guess of the allowed
+        sum."""
         if self.noise is None:
             yield cut(costs)
         elif (bound := self.noise.bound(history)) is not None:
@@ -234,7 +234,7 @@ class CutSearch:
             yield Proposal("polish", costs.partition.placement(other), predicted=predicted, wants_layers=True)
 
     def optima(self, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """The optimum of costs learned from any builds, if predicted to be faster than the best so far by more than
+        """The optimum of costs learned from any builds, if predicted to beat the best so far by more than
         `CLOSE_SHARE`."""
         costs = self.costs(history)
         most = (1 - CLOSE_SHARE) * costs.ms(best_of(history))

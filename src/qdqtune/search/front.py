@@ -160,8 +160,7 @@ class FrontSearch:
 
 
 def flipped(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
-    """The decisions of a path, each with one of the units that take the most time flipped between quantized and
-    float."""
+    """The decisions of a path, each with one of the slowest units flipped between quantized and float."""
     parts = costs.partition
     able = sorted((u.number for u in parts.units if u.inputs), key=lambda n: (-costs.prices[n].as_float, n))
     for decision in path:

@@ -102,8 +102,8 @@ class RegionSearch:
         spent: Counter[str],
         may_hold: Callable[[Placement], bool] = lambda _: True,
     ) -> Iterator[Proposal]:
-        """The proposals not measured yet, each placement once, up to the number of schemes per pattern. Ends after
-        `maximum_generation_attempts` mutations that may miss the limits."""
+        """The proposals not measured yet, each placement once, up to the number of schemes per pattern; they are added
+        to `tried` and `spent`. Ends after `maximum_generation_attempts` mutations that `may_hold` refused."""
         refused = 0
         for idea in ideas:
             if self._is_done(idea.pattern, spent) or (placement := consistent(self.model, idea.placement)) in tried:
@@ -142,7 +142,7 @@ class RegionSearch:
         yield from self._fresh(ideas, tried, spent, lambda placement: self._may_hold(placement, history))
 
     def _may_hold(self, placement: Placement, history: Sequence[Trial]) -> bool:
-        """Whether a placement may meet the limits on noise; without a simulation, up to `DOUBT` times the allowed
+        """Whether a placement may meet the limits on noise; without simulation, at up to `DOUBT` times the allowed
         sum."""
         noise = self.noise
         if noise is None:
@@ -161,8 +161,8 @@ class RegionSearch:
         return {"pattern cache": placement} if placement else {}
 
     def _merged_winners(self, history: Sequence[Trial], best: Placement) -> Iterator[Proposal]:
-        """Changes of patterns that recently won against an earlier best but were not accepted, applied to the current
-        best."""
+        """The current best with changes of patterns that recently won against an earlier best, but were not
+        accepted."""
         for trial in reversed(history[-2 * max(BATCH, self.width) :]):
             ratio = judge(trial, self.plan)
             is_faster = ratio is not None and ratio.verdict == "faster" and trial.holds is not False

@@ -119,7 +119,7 @@ class SubgraphSearch:
 
 
 def with_quiet_seeds(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
-    """The search with further seeds: optima of its costs at the allowed noise, or without simulation at two shares of
+    """The search with further seeds: optima of its costs at the allowed noise; without simulation, at two shares of
     it."""
     if noise is None or noise.limit is None:
         return search

@@ -119,7 +119,8 @@ def check_single(path: Path) -> None:
 
 
 def listed(folder: Path) -> set[str] | None:
-    """The lines of the list in a folder, without an incomplete last one; None if the file is no list of qdqtune."""
+    """The lines of the list in a folder; empty if there is no list, None if the file of this name is not qdqtune's or
+    cannot be read. An incomplete last line is left out."""
     path = folder / LIST
     try:
         check_file(path)

@@ -72,7 +72,8 @@ def add_to_list(folder: Path, names: Iterable[str], kind: str) -> None:
 
 
 def append_lines(file: IO[bytes], lines: Sequence[str]) -> None:
-    """Add lines to a list that is open for appending. An incomplete last line is cut off first."""
+    """Add lines to a list open for appending: an incomplete last line is cut off first, and an empty list gets its
+    head."""
     content = Path(file.name).read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):

@@ -16,10 +16,12 @@ from qdqtune.types import Accuracy, CostsByRule, Placement, Trial, noise_of
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on accuracy, each None if there is none: the least output SQNR in dB of all samples together (where a lost
-    slice of an output fails in any case) and of the worst sample; the most that the user's metric may fall below
-    `before`, the float model's; and the least share of equal elements in integer outputs, and of equal top-1 classes in
-    outputs with class scores.
+    """Limits on accuracy. A limit that is None does not apply.
+
+    `min_sqnr` is the least output SQNR in dB of all samples together; with it, an output that has lost a slice fails in
+    any case (`loss_of_slice`). `min_sqnr_worst` is the least SQNR in dB of the worst sample. `max_drop` is the most
+    that the user's metric may fall below `before`, the float model's. `min_agreement` is the least share of equal
+    elements in integer outputs, and of equal top-1 classes in outputs with class scores.
 
     For a metric over labels, the upper end of the loss's 95 % interval decides (`scores.loss_high`), so a candidate
     that may have lost more than `max_drop` is refused. With too few samples for that, the measured loss decides.
@@ -98,15 +100,16 @@ class Limits:
         return (self.before.value - metric.value if high is None else high) <= self.max_drop
 
     def on_outputs(self, accuracy: Accuracy | None) -> bool | None:
+        """Whether the outputs meet the limits on them; None if they do and the metric is still to decide."""
         if not self.is_exact_enough(accuracy):
             return False
         return True if self.max_drop is None else None
 
     def judged(self, trial: Trial, rivals: Sequence[Trial], plan: Plan, metric: Callable[[Placement], Score]) -> Trial:
-        """The trial with the user's metric and `holds`, whether it meets the limits (None: not measured).
+        """The trial with `holds`: whether it meets the limits, None if only the metric could tell and was not computed.
 
         The metric takes time, so it is computed only for a trial that is faster than its opponent, and than all
-        `rivals` that were timed against the same opponent.
+        accurate `rivals`. Rivals must have been timed against the same opponent.
         """
         trial = replace(trial, holds=self.on_outputs(trial.accuracy))
         ratio = judge(trial, plan)
@@ -116,7 +119,8 @@ class Limits:
         return self.with_metric(trial, metric)
 
     def with_metric(self, trial: Trial, metric: Callable[[Placement], Score]) -> Trial:
-        """The trial, also judged by the user's metric unless other limits have decided already."""
+        """The trial with the user's metric, and `holds` by that metric: false if it cannot be computed. A trial whose
+        `holds` is known already is returned unchanged."""
         if trial.holds is not None:
             return trial
         try:
@@ -155,7 +159,7 @@ def failure(trial: Trial) -> Failure | None:
 
 
 def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:
-    """The result of a judged trial in one word. One that is slower and misses the limits is called slower."""
+    """The result of a judged trial in one word. A timed one that is slower and misses the limits is called slower."""
     ratio = judge(trial, plan)
     if ratio is None:
         return "failed"
@@ -164,8 +168,9 @@ def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate
 
 
 def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:
-    """Whether candidates were faster than float, but all of them miss the limits. (A trial with a metric was faster, in
-    the search or in the proof.) If none was, undecided ones count: noise must not change the message."""
+    """Whether candidates were faster than float, but all of them miss the limits. If none was faster, undecided ones
+    count, so that noise does not change the message. (A trial with a metric was faster, in the search or in the
+    proof.)"""
     compared = with_ratios(history, plan)
     faster = [t for t, ratio in compared if ratio.verdict == "faster" or t.metric is not None]
     first = faster or [t for t, ratio in compared if ratio.verdict == "undecided"]

@@ -45,8 +45,8 @@ def race(
     leave: Leave,
     is_late: Callable[[], bool] = lambda: False,
 ) -> Times:
-    """Time models in the same rounds. At each of `looks`, numbers of rounds, `leave` drops models; ends with one left,
-    when `is_late`, or at the last look."""
+    """Time models in the same rounds, up to `looks[-1]` of them. After each number of rounds in `looks`, `leave` drops
+    models. The race ends early with one model left, or when `is_late` says that time is short."""
     running, done = list(range(models)), 0
     times: Times | None = None
     for look in looks:
@@ -98,6 +98,7 @@ def compare_builds(
     seed: int,
     decided: Callable[[Ratio], bool],
 ) -> Measurement:
+    """Time two builds until `decided` accepts their ratio b/a, or `plan` ends."""
 
     def leave(times: Times, _: Sequence[int]) -> tuple[int, ...]:
         return (1,) if decided(ratio(times.pair(0, 1), plan)) else ()
@@ -179,8 +180,11 @@ Comparisons = Sequence[tuple[int, int]]
 
 
 def decided_files(comparisons: Comparisons, builds: int, plan: Plan, views: Sequence[Sequence[float]]) -> Leave:
-    """The rule for a race of files: a file's builds leave once each comparison with it is decided, shows that the files
-    are equal, or will hardly be decided by the remaining rounds; under each weighting of the workloads in `views`."""
+    """The rule for a race of files: a file's builds leave once no comparison with it needs more rounds.
+
+    A comparison needs none if it is decided, shows that the files are equal, or will hardly be decided by the rounds
+    that are left. This must hold under each weighting of the workloads in `views`.
+    """
 
     def is_settled(block: Block, a: int, b: int) -> bool:
         measured = block.pair(a, b)
@@ -209,6 +213,6 @@ def wants_more_builds(blocks: Sequence[Block], comparisons: Comparisons, plan: P
 
 
 def is_imprecise(blocks: Sequence[Block], comparisons: Comparisons, plan: Plan) -> bool:
-    """Whether a comparison has a wide interval, other than one that ends as slower."""
+    """Whether the interval of any comparison is wide (`is_wide`); those that end as slower do not count."""
     found = [between_files(blocks, a, b, plan) for a, b in comparisons]
     return any(one.verdict != "slower" and is_wide(one) for one in found)

@@ -118,7 +118,7 @@ class Ratio:
 
     @property
     def speedup(self) -> str:
-        """Speed of b relative to a, with its interval: 1.50x [1.42x, 1.61x], or 1.50x [too few rounds]."""
+        """Speed of b relative to a, with its interval: 1.50x [1.42x, 1.61x], or 1.50x [too few measurements]."""
         if self.low is None and self.high is None:
             return f"{speed(self.median)} [too few measurements]"
         low, high = ("?" if end is None else speed(end) for end in (self.high, self.low))
@@ -192,7 +192,8 @@ BLOCK_LOOKS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Spread:
-    """How much the log ratios of two files vary between pairs of builds: squared deviations, degrees of freedom."""
+    """How much the log ratios of two files vary between pairs of builds: the sum of squared deviations (`squares`) and
+    its degrees of freedom (`free`)."""
 
     squares: float
     free: int
@@ -212,7 +213,7 @@ more lets steady builds decide smaller differences, but noisy ones need larger o
 
 
 def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
-    """The ratio for exactly these pairs of builds: the geometric mean of their medians, with the rounds' noise
+    """The ratio for exactly these pairs of builds: the geometric mean of their medians, with the noise of rounds
     alone."""
     logs = np.log([r.median for r in ratios])
 
@@ -319,5 +320,6 @@ def judge(trial: Trial, plan: Plan) -> Ratio | None:
 
 
 def with_ratios(trials: Iterable[Trial], plan: Plan) -> list[tuple[Trial, Ratio]]:
+    """The trials that did not fail, each with its ratio (`judge`)."""
     found = ((trial, judge(trial, plan)) for trial in trials)
     return [(trial, ratio) for trial, ratio in found if ratio is not None]

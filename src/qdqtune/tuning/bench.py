@@ -282,6 +282,8 @@ TOGETHER = 2 * 2**30
 
 
 class Bench:
+    """Measures placements on all devices of a run, and takes from the state file what it has."""
+
     def __init__(self, pool: WorkerPool[TrialWorker], store: Store, conditions: Conditions) -> None:
         self._pool, self._store, self._conditions = pool, store, conditions
         self._first = pool.first
@@ -433,9 +435,8 @@ class Bench:
     def layers(
         self, placement: Placement = FLOAT, lacks: Callable[[float], bool] = lambda _: False
     ) -> tuple[Layer, ...]:
-        """The layer report of the float model, or of a measured placement; empty if the engine has none, or if the run
-        `lacks` the seconds to make one. If there is only time to profile one inference, it is of that one, and the next
-        session repeats it."""
+        """The layer report of the float model, or of a measured placement. Empty if the engine has none or fails, or if
+        `lacks`, called with the seconds that one takes, says that the run has too little time."""
         floats = self.floats
         runs = profiled_runs(floats.seconds)
         caveat = Caveat(is_hurried=lacks(floats.build_seconds + 2 * runs * floats.seconds))
@@ -466,7 +467,7 @@ class Bench:
 
     @cached_property
     def floats(self) -> FloatRecord:
-        """The float model's build and first inferences, measured when the run began."""
+        """The float model's build and first inferences, measured when the run began. Raises BaselineFailed."""
         calls = ",".join(f"{call.threads}:{call.share:.3f}" for call in self._runner.mix)
         key = f"float:{len(self._conditions.samples)} samples, {calls}"
         return self._store.memo(key, FloatRecord, self._measured_float)
@@ -510,7 +511,7 @@ class Bench:
 
     @cached_property
     def scores(self) -> Scores:
-        """Those outputs of the float model that are class scores, with their best classes. Raises as `floats`."""
+        """Those outputs of the float model that are class scores, with their best classes."""
         return scores_of(self.reference, self._conditions.scores, self._conditions.copies)
 
 

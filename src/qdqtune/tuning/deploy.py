@@ -150,7 +150,8 @@ def copy_companions(run: Run) -> None:
 
 
 def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """The SHA-256 of models and of their external data, by file name in the folder."""
+    """The SHA-256 of models and of their external data, by file name in the folder. Raises BadModel if one is
+    missing."""
     found = {}
     for file in (file for name in names for file in files_of(folder / name)):
         if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts or not file.is_file():
@@ -160,7 +161,8 @@ def digests(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def changed_files(folder: Path, settings: DeploySettings) -> list[str]:
-    """The models that are missing or differ from those measured ones, external data included; the shipped one first."""
+    """The models that are missing or have changed since they were measured, external data included; the shipped one
+    first."""
     changed: list[str] = []
     for model in (settings.model, settings.baseline):
         try:

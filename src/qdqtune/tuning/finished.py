@@ -137,7 +137,7 @@ class FinishedRun:
 
     @property
     def floats(self) -> str:
-        """The name of the file with the float model that pairs were placed in."""
+        """What reports call the float model that pairs were placed in: "rewritten float" or "float"."""
         return "rewritten float" if self.summary["rewrites"]["names"] else "float"
 
     @property
@@ -200,8 +200,8 @@ class FinishedRun:
 
     @cached_property
     def alone(self) -> Mapping[str, float]:
-        """For each tensor, the output error that rounding it alone causes, relative to the output (powers); empty if it
-        was not measured."""
+        """For each tensor, the power of the output error if only it is rounded, relative to the output's power; empty
+        if that was not measured."""
         noises = self.records.values("noise:", dict[str, float])
         return list(noises.values())[-1] if noises else {}
 

@@ -35,7 +35,7 @@ from qdqtune.tuning.contexts import busy
 from qdqtune.tuning.folder import BASELINE, FRONT, RAW, REGION_MODELS
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent, State
 from qdqtune.tuning.proof import chosen_by_rule, prove, prove_front
-from qdqtune.tuning.result import Result, RunLogWriter, conclude, standing
+from qdqtune.tuning.result import Result, RunLogWriter, conclude, earlier_result
 from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_bits
 from qdqtune.tuning.run import Run, open_run, prepared, rule_costs, try_metric
 from qdqtune.tuning.settings import EFFORTS, Settings
@@ -64,8 +64,7 @@ class Mode:
 
 
 def cut(run: Run) -> Mode:
-    """Mode cut: learn costs of fusion groups from layer times of builds, or without these from the latency of
-    builds."""
+    """Mode cut: learn costs of fusion groups from layer times of builds, or else from the latency of builds."""
     if not run.settings.is_timed:
         return Mode(rule_search(run))  # costs by rule, where nothing is timed
     subject, noise = run.subject, noise_of(run)
@@ -247,14 +246,15 @@ def _searched_and_proven(run: Run, log: RunLogWriter) -> Result:
             history[at] = run.limits.with_metric(trial, run.bench.metric)
     mode.end(history)
     late = mode.shortfall or shortfall
-    if (earlier := standing(run, proof, late)) is not None:
+    if (earlier := earlier_result(run, proof, late)) is not None:
         return earlier
-    return conclude(run, history, proof, of_mode=mode.notes, front=rows, shortfall=late, log=log)
+    return conclude(run, history, proof, mode_notes=mode.notes, front=rows, shortfall=late, log=log)
 
 
 def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial], str | None]:
-    """Run a search until the strategy proposes nothing more or the budget is spent. Returns the trials, and a message
-    if time ended it. Once a trial shows that the engine has no 8-bit kernels, no more pairs are tried."""
+    """Run a search until the strategy proposes nothing more or the budget is spent. Once a trial shows that the engine
+    has no 8-bit kernels, no more pairs are tried. Returns the trials, and a message if time ended it or much is
+    left."""
     plan, budget, started = run.settings.plan, run.budget, time.monotonic()
     history: list[Trial] = []
     pace: float | None = None

@@ -279,9 +279,8 @@ def _raced(placements: Sequence[Placement], field: Field, run: Run) -> Raced:
 
 
 def _given_file(run: Run) -> tuple[Trial | None, Score | None]:
-    """The accuracy of the user's own Q/DQ file as a trial that was judged by the limits, and the user's metric of it;
-    both None if the user gave a float model. No trial of the search stands for it, as its pairs may be placed where
-    ours cannot."""
+    """The accuracy of the user's own Q/DQ file as a trial judged by the limits, and the user's metric of it; both None
+    for a float model. No trial of the search stands for that file, as its pairs may be placed where ours cannot."""
     settings, own = run.settings, run.subject.imported
     if own is None or not settings.from_qdq:
         return None, None

@@ -76,13 +76,13 @@ def conclude(
     history: Sequence[Trial],
     proof: Proof,
     *,
-    of_mode: Sequence[str],
+    mode_notes: Sequence[str],
     front: Sequence[Mapping[str, Any]] | None,
     shortfall: str | None,
     log: RunLogWriter,
 ) -> Result:
     """Write the results of a run to its output folder. `history` includes trials of the front, and `front` its rows for
-    summary.json, if asked for; `of_mode` are the mode's notes; `shortfall` tells that time was over, if it was."""
+    summary.json, if asked for. `mode_notes` are the mode's notes, `shortfall` is a message if time was short."""
     settings, subject = run.settings, run.subject
     write_placement_of(proof.placement, settings.output_dir / PLACEMENT, run)
     schemes = cache.cache_of(
@@ -110,7 +110,7 @@ def conclude(
         layers = run.bench.layers(built, run.budget.lacks)  # kept in the state file for the report
     left += filter(None, [spent_on_sizes(subject.model, layers)])
     summary["seconds"] = round(log.seconds, 3)
-    facts = [*left, *subject.notes, *of_mode, *proof.notes, *_doubts(history, proof, run, shortfall)]
+    facts = [*left, *subject.notes, *mode_notes, *proof.notes, *_doubts(history, proof, run, shortfall)]
     notes = advise(facts, is_cut_short=bool(subject.hurried))
     spent, most = 1 + len(history), 1 + run.budget.builds
     ended = f"the search ended as all {most} builds were spent"
@@ -130,9 +130,9 @@ def conclude(
     )
 
 
-def standing(run: Run, proof: Proof, shortfall: str | None) -> Result | None:
-    """The result of an earlier session, if this one ran out of time before it proved anything as fast; else None. The
-    model is written again, all other files stay.
+def earlier_result(run: Run, proof: Proof, shortfall: str | None) -> Result | None:
+    """The result of an earlier session, if this one ran out of time before it proved anything as fast; else None.
+    Writes the earlier model again; all other files stay.
 
     Of two proven results, the one whose interval (time relative to float) has the lower upper end ships: medians of
     sessions with few rounds would favour the luckier one.
@@ -306,8 +306,8 @@ def _percentiles(proof: Proof, run: Run) -> dict[str, Any]:
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any] | None:
     """The row of summary.json about the fastest candidate that misses the limits, if it is faster than what ships and
-    than all that meet them; else None. Without samples nothing with pairs ships, and every candidate counts as missing
-    the limits."""
+    than all that meet them; else None. Without samples no pairs ship, so that all candidates count as missing the
+    limits."""
     ratios, is_withheld = ratios_to_float(history, run.settings.plan), run.settings.withholds_pairs
     able = [t for t in history if t.placement in ratios and t.placement]
     missing = able if is_withheld else [t for t in able if t.holds is False]

@@ -173,9 +173,11 @@ class _Alone:
         return now + self.share * (deadline - now)
 
     def tensors(self, narrow: Mapping[str, float] | None = None) -> Mapping[str, float]:
-        """The noise of rounding each tensor to 8 bits; all equal if ONNX Runtime cannot run the model. If that is given
-        as `narrow`, the noise of rounding to 16 bits: for weights and what was not measured, computed from `narrow`, as
-        noise grows with the square of the step."""
+        """The noise of rounding each tensor to 8 bits; all equal if ONNX Runtime cannot run the model.
+
+        With `narrow`, that result, it is the noise of rounding to 16 bits: for weights and what was not measured,
+        computed from `narrow`, as noise grows with the square of the step.
+        """
         subject, bits = self.run.subject, "" if narrow is None else " in 16 bits"
 
         def measured(caveat: Caveat) -> dict[str, float]:

@@ -93,12 +93,12 @@ HOPED_RATIO = 0.8
 @dataclass(frozen=True)
 class Budget:
     """What a search and its proof may spend: `builds` of candidates, and time until `ends` (by `time.monotonic`; None
-    without a time budget).
+    without a time budget). The proof may be expected to end `grace` seconds late if it could not begin otherwise.
 
-    Seconds of a candidate as fast as float: `candidate` at least, `brief` if it is only built, judged and proven.
-    `proof` are the looks of the proof, in rounds. There each file has `copies` builds in a block; `file_builds` and
-    `file_rounds` are the seconds of one build, and of a file's part of the first look; `opponents` files race against
-    the finalists, of which a front has up to `points`. Further blocks may take `further` seconds.
+    Measuring a candidate as fast as float takes `candidate` seconds at least, `brief` with few rounds and no layer
+    report. `proof` are the looks of the proof, in rounds. There each file has `copies` builds in a block; `file_builds`
+    and `file_rounds` are the seconds of one build, and of a file's part of the first look; `opponents` files race
+    against the finalists, of which a front has up to `points`. Further blocks may take `further` seconds.
     """
 
     builds: int
@@ -166,14 +166,14 @@ class Budget:
 
     @property
     def brief_and_proof(self) -> float:
-        """Seconds of a candidate with few rounds and a proof with one build per file, which only a large gain
+        """Seconds of a candidate with few rounds, and of a proof with one build per file, which only a large gain
         passes."""
         one = FEWEST_BUILDS
         return self.brief + self.in_haste.proof_seconds(1, clear_ratio(one, len(BLOCK_LOOKS), Plan.error))
 
     def blocks(self, ratio: float) -> int:
         """How many blocks of builds prove a latency of `ratio` relative to float, even if builds vary as much as
-        expected at most."""
+        expected at most; the most that are planned if none do."""
         looks = self.planned_looks
         return next((n for n in looks if ratio < clear_ratio(n * self.copies, len(BLOCK_LOOKS), Plan.error)), looks[-1])
 
@@ -316,8 +316,8 @@ class Ready:
 @dataclass(frozen=True, kw_only=True)
 class Run(Ready):
     """A run whose model is calibrated and whose float model is measured: `limits` has the float model's metric. A
-    search proposes `width` candidates at a time, so that all devices are busy, or `learning_width` if it learns from
-    each batch."""
+    search proposes `width` candidates at a time, to keep all devices busy, or `learning_width` if it learns from
+    each."""
 
     candidates: Candidates
     bench: Bench
@@ -342,7 +342,7 @@ class Run(Ready):
         return tuple(view.shares for view in views) if len(views) > 1 else ()
 
     def slower(self, history: Sequence[Trial]) -> frozenset[Placement]:
-        """The placements that are slower than float at any of several numbers of threads."""
+        """The placements that seem slower than float, by more than `SLOWER`, at one of several numbers of threads."""
         ratios = {Placement(): np.ones(len(self.shares))}  # to float, at each number
         for trial in history if self.shares else ():
             if isinstance(trial.result, Measurement) and trial.against in ratios:
@@ -403,8 +403,8 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
 
 
 def try_metric(ready: Ready) -> None:
-    """Compute the user's metric of the float model, unless an earlier session did, so that a metric that fails is
-    reported before the work begins. The value is stored, as it may take long."""
+    """Run the user's metric function on the float model, unless an earlier session did, so that one that fails is
+    reported before the work begins. Its value is stored, as it may take long. Other metrics are not computed here."""
     metric, runner = ready.evaluation, ready.runner
     if not isinstance(metric, Evaluation) or ready.store.has(metric_key(metric)):
         return
@@ -435,6 +435,7 @@ def _asking(metric: Metric, ends: float | None) -> Iterator[None]:
 
 @contextmanager
 def open_run(ready: Ready) -> Iterator[Run]:
+    """Calibrate the model, measure the float model, and plan the budget."""
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     with ExitStack() as stack:
         subject = calibrated(ready.subject, settings, store, observer, ready.execution.ends)

@@ -109,25 +109,28 @@ NEAR_BEST = 1.05
 # ---------------------------------------------------------------- which candidate is the best so far, and ties
 
 
-def room_db(trial: Trial) -> float:
-    """The output SQNR in dB of all samples; that of the worst one plus `APART_DB` where this is nearer to its limit."""
+def limiting_db(trial: Trial) -> float:
+    """The output SQNR in dB of all samples, or if lower, that of the worst sample plus `APART_DB`: its limit is lower
+    by that."""
     lowest = None if trial.accuracy is None else trial.accuracy.lowest_db
     return trial.exactness if lowest is None else min(trial.exactness, lowest + APART_DB)
 
 
 def is_more_accurate(one: Trial, other: Trial) -> bool:
-    """Whether a candidate is clearly more accurate than another by `room_db`, and not less by the user's metric; by the
-    metric alone where SQNRs are equal."""
-    gain = room_db(one) - room_db(other)
+    """Whether a candidate is clearly more accurate than another by `limiting_db`, and not less by the user's metric; by
+    the metric alone where SQNRs are equal."""
+    gain = limiting_db(one) - limiting_db(other)
     if one.metric is not None and other.metric is not None and (gain == 0 or one.metric < other.metric):
         return one.metric > other.metric
     return gain >= CLEARER_DB
 
 
 def preferred(alike: Sequence[Trial], nbytes: Sequence[int] = ()) -> int:
-    """The rule for ties: the index of the one to take of candidates that are equally fast, the fastest first. That is
-    the fastest, or the clearly more accurate one; or one not clearly less accurate than it with a clearly smaller
-    file."""
+    """The rule for ties: the index of the one to take of candidates that are equally fast, given the fastest first.
+
+    A clearly more accurate one is taken before the fastest. With `nbytes`, the sizes of their files, a clearly smaller
+    one is taken before that, unless it is clearly less accurate.
+    """
     best = 0
     for at, trial in enumerate(alike):
         if is_more_accurate(trial, alike[best]):
@@ -148,7 +151,7 @@ def accepted(
     able = with_ratios([t for t in trials if t.holds is True and t.placement not in slower], plan)
     alike = [(t, r) for t, r in able if r.verdict == "faster"]
     if best is not None:
-        alike = [(t, r) for t, r in alike if ALIKE * r.median < 1 or room_db(t) >= room_db(best)]
+        alike = [(t, r) for t, r in alike if ALIKE * r.median < 1 or limiting_db(t) >= limiting_db(best)]
     if not alike and best is not None:
         even = [(t, r) for t, r in able if r.verdict == "undecided" and r.median <= 1]
         alike = [(t, r) for t, r in even if is_more_accurate(t, best)]
@@ -312,8 +315,7 @@ def advise(notes: Iterable[str], *, is_cut_short: bool) -> tuple[str, ...]:
 
 
 def notes_of(attempt: Attempt, history: Sequence[Trial], model: str, changes: str) -> Iterator[str]:
-    """Why a file did not ship. `model` names the user's file, `changes` says what else was changed in it
-    (`Subject.changes`)."""
+    """Why a file did not ship. `model` names the user's file; `changes` is that of `Subject`."""
     number = next((trial.number for trial in history if trial.placement == attempt.placement), None)
     tried = f"the float model {changes}" if not attempt.placement else f"candidate {number}" if number else "the result"
     first, last = first_faster(attempt.to_float), worst_of(attempt.to_float)

@@ -44,8 +44,9 @@ T = TypeVar("T")
 
 @dataclass
 class Caveat:
-    """Set by a computation for `Store.memo` whose value is provisional: time was short, or something failed that may
-    work in a later session."""
+    """Set by a computation for `Store.memo` if its value is provisional. `is_hurried`: time was short, so later
+    sessions compute it again. `is_lost`: something failed that may work later, so the value is kept for this session
+    only."""
 
     is_hurried: bool = False
     is_lost: bool = False
@@ -79,7 +80,7 @@ class Line(msgspec.Struct):
 
 @dataclass(eq=False)
 class Journal:
-    """The content of a state file: the run's fingerprint, all other lines by key, and the bytes of the user's model
+    """The content of a state file: the run's fingerprint, all other lines by key, and the size of the user's model
     files."""
 
     fingerprint: dict[str, Any]
@@ -99,7 +100,8 @@ class Journal:
         return key in self.lines
 
     def values(self, start: str, kind: type[T]) -> dict[str, T]:
-        """The values whose keys begin with `start`, by the rest of the key, in the order of first writing."""
+        """The values whose keys begin with `start`, by the rest of the key, in the order of first writing; without
+        failures."""
         lines = {key: line for key, line in self.lines.items() if key.startswith(start) and line.failure is None}
         return {key.removeprefix(start): line.read(kind) for key, line in lines.items()}
 
@@ -211,7 +213,8 @@ def damaged(where: str) -> BadState:
 
 
 def may_continue(path: Path) -> bool:
-    """Whether a run may continue or start over in a file: a state file, the beginning of one, or an empty file."""
+    """Raise BadState unless a run may continue or start over in a file: a state file, the beginning of one, or an empty
+    file. Otherwise returns True, as a test for `Output`."""
     with path.open("rb") as file:
         start = file.read(2 * len(BEGINNING))
     if not start.startswith(BEGINNING[: len(start)]):
@@ -334,8 +337,8 @@ class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Facts of the float model: seconds of one inference (roughly), of its build, and of starting a process, if each
     turn starts one; the kinds of its outputs (NumPy's `dtype.kind`); and which outputs hold class scores.
 
-    `turn_seconds` is a fourth of a round with two such builds: one inference of each workload at each number of
-    threads; half as much again with several workloads, because shapes change.
+    `turn_seconds` are those of one inference of each workload at each number of threads, times 1.5 if one build runs
+    several workloads, because then shapes change.
     """
 
     seconds: float

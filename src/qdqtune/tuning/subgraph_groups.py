@@ -76,8 +76,7 @@ def from_file(model: Model, path: Path) -> Grouping:
 
 
 def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
-    """Groups by rule, for an engine without a layer report: each compute operator with what is usually fused into
-    it."""
+    """Groups by rule, for an engine without a layer report: each compute operator with what usually fuses into it."""
     return from_layers(model, [Layer(group[0], group, "", None, "compute") for group in usual_groups(model, possible)])
 
 
@@ -124,8 +123,8 @@ def _known(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def borders(model: Model, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The inputs of a group, tensors that it reads from other nodes (without constants), and its outputs, tensors that
-    other nodes read."""
+    """The inputs of a group (tensors that it reads from other nodes, without constants), and its outputs (tensors that
+    other nodes read)."""
     made, inside = _made(model, nodes), set(nodes)
     reads = tuple(t for t in _used(model, nodes) if t not in made and t not in model.constants)
     writes = tuple(t for t in made if any(use.node not in inside for use in model.uses(t)))

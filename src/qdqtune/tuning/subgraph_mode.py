@@ -357,8 +357,8 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
 
 
 def _kinds(parts: Partition, grouped: Grouping, resolved: Resolved, times: Sequence[float]) -> tuple[GroupKind, ...]:
-    """Kinds of equal groups by falling time; without those that are computed in advance, cannot have pairs, or take too
-    little time."""
+    """Kinds of equal groups by falling time. Left out are those that are computed in advance, cannot have pairs, or
+    take too little time."""
     alike: dict[str, list[Unit]] = {}
     for unit in parts.units:
         names = {parts.model.nodes[n].name for n in unit.nodes}

@@ -79,7 +79,7 @@ class Subject:
 
     If the user gave a Q/DQ model, `imported` has its pairs; `quantized` is that model if the user gave no float model
     (`from_qdq`). `precision` is that of the float model. Only after `calibrated`: `ranges`, `possible` (the edges that
-    may get pairs), `rules_placement` by TensorRT's rules, and `hurried`, notes on what a time budget left out.
+    may get pairs), `rules_placement` by the engine's rules, and `hurried`, notes on what a time budget left out.
     """
 
     prepared: Prepared
@@ -134,6 +134,7 @@ class Subject:
         return given | {name: p for name, p in simple.items() if p not in given.values()}
 
     def foremost(self) -> dict[str, Placement]:
+        """Those of the `suggestions` that are in FOREMOST."""
         given = self.suggestions()
         return {name: given[name] for name in FOREMOST if name in given}
 
@@ -330,8 +331,7 @@ class SamplesInTime:
         self.passes -= 1  # not where a single sample was looked at
 
     def bias_samples(self, each: float) -> int:
-        """How many samples can be used to correct biases, at `each` seconds; 0 if there is no time for
-        `LEAST_SAMPLES`."""
+        """How many samples can be used to correct biases, at `each` seconds; 0 if not even `LEAST_SAMPLES` can."""
         self.until = max(self.until, part_of(self.ends, self.share))  # the pass that reads them must not end before
         left = self.until - time.monotonic()
         if left >= LEAST_SAMPLES * each:
@@ -399,7 +399,8 @@ def tuned_graph(model: Model, rewrites: str = "off", engine: str = "") -> Model:
 
 
 def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
-    """The patterns with an instance in which a node's name matches a wildcard; all without wildcards."""
+    """The patterns with an instance in which a node's name matches a wildcard; all without wildcards. Raises BadOption
+    if none matches."""
     if not wildcards:
         return found
     names = {n.index for n in model.nodes if any(fnmatchcase(n.name, w) for w in wildcards)}
@@ -410,7 +411,7 @@ def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...
 
 
 def check_device(spec: EngineSpec, runner: Runner) -> None:
-    """Raise if the engine cannot build here, or can neither build nor time."""
+    """Raise EngineUnavailable if the engine cannot build here, or builds but cannot time."""
     try:
         device = runner.describe().get("device")
     except EngineUnavailable as error:

@@ -1,10 +1,9 @@
 """Estimates how much noise a placement adds to the model's outputs, from the noise of each quantized tensor.
 
 Noise is relative: power of the output error divided by power of the output, 10^(-SQNR/10). Small errors are nearly
-uncorrelated, so their powers add up. Engines fuse and round in their own way, so the sum is corrected by a factor,
-learned from the build whose noise is nearest to the limit. Where placements can be simulated there are two factors,
-from builds with pairs and from builds with weight formats only: an engine that rounds more often than the file says
-does so at pairs.
+uncorrelated, so their powers add up. Engines fuse and round in their own way, so the sum is corrected by a factor that
+the build with the noise nearest to the limit shows. Where placements can be simulated, two factors are learned: one
+from builds with pairs, as engines may round at pairs more often than the file says; one from weight formats alone.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ next to pairs."""
 
 
 def learn(parts: Partition, builds: Sequence[BuildTimes], *, raised: bool = False) -> Costs:
-    """Learn costs from the float model's build and others; of equal equations the last counts. `raised`: every guess is
-    raised by the float model's time, so that a changed result shows dependence on a guess."""
+    """Learn costs from builds: the float model's first, then others; of equal equations that of the last build counts.
+    `raised`: every guess is raised by the float model's time, so that a changed result shows dependence on a guess."""
     before = parts.spent(builds[0].nodes)
     floats = defaultdict[str, list[float]](list)
     for unit in parts.units:

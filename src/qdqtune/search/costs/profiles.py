@@ -53,8 +53,8 @@ class PricedScheme:
 
 @dataclass(frozen=True)
 class Profile:
-    """The times of a group alone; `failures` has a reason for each scheme without a time, and under "" that for the
-    whole group."""
+    """The times of a group alone. `failures` has the reason for each scheme without a time; under "", for the whole
+    group."""
 
     float_ms: float
     options: tuple[PricedScheme, ...] = ()

@@ -158,6 +158,7 @@ class RuleCosts:
         return tuple(labels)
 
     def in_16_bits(self, operators: Collection[str], placement: Placement) -> set[tuple[str, int]]:
+        """Those of `operators` that a placement runs in 16 bits, each with the label of its part."""
         wide = set[tuple[str, int]]()
         for part, label in zip(self.parts, self.labels(placement), strict=True):
             if label in SIXTEEN:

@@ -41,11 +41,12 @@ State = Literal["float", "handing", "mixed", "quantized"]
 
 @dataclass(frozen=True)
 class Unit:
-    """A set of nodes (by index) that is quantized as a whole, with its edges: `inputs` from outside, `weights` from
-    constants, `inner` between its nodes; `outputs` are the tensors that others read, `weight_only` the uses of weights
-    that may have a weight format, `storable` the tensors read through `inputs` that another unit writes.
+    """A set of nodes (by index) that is quantized as a whole.
 
-    Constants of elementwise operators that are fused behind a product count as inner: that arithmetic is in float.
+    Its edges are `inputs` from outside, `weights` from constants, and `inner` between its nodes. `outputs` are the
+    tensors that others read, `storable` the tensors of `inputs` that another unit writes. `weight_only` are the uses of
+    weights that may have a weight format. Constants of elementwise operators that are fused behind a product count as
+    inner: that arithmetic is in float.
     """
 
     number: int
@@ -170,9 +171,13 @@ class Partition:
 
 
 def state(unit: Unit, partition: Partition, placement: Placement) -> State:
-    """The state of a unit in a placement: "quantized" if all that it reads and writes has pairs, "handing" if only
-    outputs lack some, "mixed" if pairs stand inside it or, for a unit with weights, on some inputs only; else
-    "float"."""
+    """The state of a unit in a placement.
+
+    - "quantized": all that it reads and writes has pairs.
+    - "handing": only outputs lack some; it hands on floats.
+    - "mixed": pairs stand inside it; or in a unit with weights on activations and weights, but not on all of them.
+    - "float": everything else.
+    """
     placed = placement.edges
     if not placed.isdisjoint(unit.inner):
         return "mixed"  # the engine cannot run it as one kernel
@@ -201,7 +206,7 @@ def is_fed(unit: Unit, decision: Decision) -> bool:
 
 
 def format_in(unit: Unit, placement: Placement) -> WeightFormat | None:
-    """The weight format of all of a unit's weights in a placement; None if they differ."""
+    """The weight format that all of a unit's weights have in a placement; None if they have different ones, or none."""
     if not placement.weight_only:
         return None
     formats = {placement.weight_formats.get(e) for e in unit.weight_only}
@@ -214,7 +219,8 @@ def partition(
     groups: Iterable[Collection[str]],
     format_shares: FormatShares = MappingProxyType({}),
 ) -> Partition:
-    """Divide a model into units: the given groups (names of nodes), and each other node by itself."""
+    """Divide a model into units: the given groups (names of nodes), and each other node by itself. Names that the model
+    lacks are ignored; a node in two groups stays in the first."""
     taken: set[int] = set()
     sets: list[tuple[int, ...]] = []
     for group in groups:

@@ -175,8 +175,7 @@ class Outline:
 
 
 def _without_wrappers(flow: Flow, outline: Outline) -> Outline:
-    """Remove groups with inner groups that hold most of the model's heavy operators: an encoder is too large to be one
-    region."""
+    """Remove groups with inner groups and most of the model's heavy operators: an encoder is too large a region."""
     parent, groups = outline.parent, range(1, len(outline.parent))
     heavy = Counter(outline.home[node] for node in flow.heavy)
     for g in reversed(groups):
@@ -266,8 +265,7 @@ def _modules(flow: Flow, paths: list[Path | None], whole: int) -> Outline:
 
 
 def _move_epilogues(flow: Flow, home: list[int], parent: Sequence[int]) -> None:
-    """Move epilogues into the group that feeds them: elementwise nodes right behind it that are the only users of its
-    result."""
+    """Move elementwise nodes right behind a group into it, if they are the only users of its result."""
     for node in flow.order:
         if node < 0 or flow.op(node) not in ELEMENTWISE:
             continue
@@ -465,8 +463,7 @@ class _Clusters:
                 self._join(unit, self._cluster[self._best(sources)])
 
     def _best(self, sources: Sequence[int]) -> int:
-        """The source in a heavy cluster, else the deepest; ties are decided by operator, so that equal blocks choose
-        alike."""
+        """The source in a heavy cluster, else the deepest; operators decide ties, so that equal blocks choose alike."""
         cluster, depth, texts = self._cluster, self._depth, self._structure.texts
         return max(sources, key=lambda b: (cluster[b] in self._heavy, depth[b], texts[b], b))
 

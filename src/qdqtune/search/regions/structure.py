@@ -157,8 +157,8 @@ class Structure:
             self.carriers[tensor].append(user)
 
     def type_letter(self, tensor: str) -> str:
-        """The class of a tensor's type: `f` for floats that can be quantized, `d` double, `i` integer, `b` bool, `s`
-        string, or `?`."""
+        """The class of a tensor's type: `f` for quantizable floats, `d` double, `i` integer, `b` bool, `s` string, or
+        `?`."""
         info = self.model.tensors.get(tensor)
         if info is None:
             return "?"
@@ -173,8 +173,7 @@ class Structure:
             levels[depth[node]].append(node)
 
         def written(node: int) -> str:
-            """For each output its type; followed by ! if uses outside can have a pair, by ' if there are uses but none
-            can."""
+            """For each output its type; then ! if uses outside can have a pair, or ' if there are uses but none can."""
             texts = []
             for name in self.model.nodes[node].outputs:
                 text = self.tensors[name].letter or "_"
