@@ -210,7 +210,7 @@ def explain(run: str | Path | Result, pattern: str | None = None) -> Explained:
 
     Args:
         run: its result, or its output folder.
-        pattern: only the node of this name, or those that match a wildcard.
+        pattern: only the node of this name, or those that match a wildcard; None for all nodes.
 
     Raises:
         QdqtuneError: the folder holds no finished run, or no such node.

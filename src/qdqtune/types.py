@@ -100,7 +100,9 @@ class Placement:
 
     `weight_only` holds the uses of weights that are quantized without their activation, with their weight formats. An
     edge has a pair or a weight format, not both. `wide` are those of `edges` that are read in 16 bits instead of 8: of
-    activations, and of weights next to them. A node writes as many bits as it reads (`placement.possible`).
+    activations, and of weights next to them. A node writes as many bits as it reads (`placement.possible`). `in`, `len`
+    and iteration are about pairs only; a placement with weight formats alone is true. In `a | b`, a pair replaces a
+    weight format, and a format of `a` one of `b`.
     """
 
     edges: frozenset[Edge] = frozenset()
@@ -140,7 +142,7 @@ class Placement:
         return Placement(self.edges - other.edges, self.weight_only - other.weight_only, self.wide - other.edges)
 
     def paired(self, edges: Iterable[Edge]) -> Placement:
-        """The placement with pairs on exactly these edges, and without weight formats for them."""
+        """The placement with pairs on exactly these edges. Other edges keep their weight format."""
         fresh = frozenset(edges)
         kept = frozenset(pair for pair in self.weight_only if pair[0] not in fresh)
         return Placement(fresh, kept, self.wide & fresh)
@@ -182,8 +184,8 @@ class QType(Enum):
 
 @dataclass(frozen=True)
 class FixedScale:
-    """The scale and zero point that an engine requires behind `op` in 16 bits; without a zero point, the least
-    scale."""
+    """What an engine requires of results of operator `op` in 16 bits: this scale and zero point; without a zero point,
+    a scale of at least `scale`."""
 
     op: str
     scale: float
@@ -195,11 +197,13 @@ class NumericFormat:
     """The number formats of an engine's Q/DQ pairs, which `insert` follows.
 
     `unsigned`: in an otherwise symmetric format, tensors without negative values are uint8, and an input of a
-    convolution that comes from a Concat has zero point 128. `shared_scale_ops`: operators that need one scale for input
-    and output to run in integers. `reduced_weights`: weights have 7 bits, because u8 x s8 products saturate on x86
-    without VNNI. `float_weights`: constants stay float with a Q and a DQ, for engines that accept no integers there
-    (nor float16 scales). `wide`: the type of 16-bit activations, if the engine has them, with weights of 8 or 16 bits;
-    `wide_scales`: what it then requires of the scales of some operators' results."""
+    convolution that comes from a Concat has zero point 128. `reduced_weights`: weights have 7 bits, because u8 x s8
+    products saturate on x86 without VNNI. `bias`: constant biases become int32, or stay float. `drop_clamps`: a Relu or
+    Clip is removed if saturation of the next pair does the same. `shared_scale_ops`: operators that need one scale for
+    input and output to run in integers. `float_weights`: constants stay float with a Q and a DQ, for engines that
+    accept no integers there (nor float16 scales). `wide`: the type of 16-bit activations, None if the engine has none;
+    their weights have 8 or 16 bits. `wide_scales`: what it requires of the scales of some operators' 16-bit results.
+    """
 
     activation: QType
     weight: QType
@@ -242,9 +246,9 @@ LayerKind = Literal["compute", "reformat", "copy", "quantize", "folded", "unknow
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that an engine ran: its ONNX nodes and its time. With several workloads, `time_ms` is the mean over
-    calls, and `parts` has the time of each in ms if all run the same layers. `elsewhere` is set for nodes that an
-    execution provider does not run: which one does, and why."""
+    """A layer that an engine ran: its ONNX nodes and its time, None if unknown. With several workloads, `time_ms` is
+    the mean over calls, and `parts` has the time of each in ms, if all run the same layers. `elsewhere` is set if the
+    execution provider does not run the nodes: it says what does, and why."""
 
     name: str
     nodes: tuple[str, ...]
@@ -270,13 +274,16 @@ def sqnr_of(noise: float) -> float | None:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far a model's outputs are from the float model's, on `samples` samples. `sqnr_db` is the SQNR of the worst
-    float output, `lowest_db` and `highest_db` its extremes on single samples; None if outputs are equal, or none is
-    float. `agreement` is the share of equal elements of the worst integer output, `top1` that of equal best classes
-    among `choices`, `independent` their effective number (see `numerics.scores`). If not all samples were run,
-    `at_most_db` is the SQNR if the others have no error. `slice_name` and `slice_db` are the worst slice of a float
-    output; `slice_is_lost`: it is destroyed, and the SQNR of the whole output hides that (`numerics.accuracy`).
-    `by_output` is the SQNR of each of several float outputs."""
+    """How far a model's outputs are from the float model's, on `samples` samples.
+
+    `sqnr_db` is the SQNR of the worst float output, `lowest_db` and `highest_db` its extremes on single samples; None
+    if outputs are equal, or none is float. `by_output` has the SQNR of each of several float outputs. `at_most_db` is
+    set if not all samples were run: the SQNR if the others have no error. `slice_name` and `slice_db` are the worst
+    slice of a float output; `slice_is_lost`: it is destroyed, and the SQNR of the whole output hides that
+    (`numerics.accuracy`). `agreement` is the share of equal elements of the worst integer output. `top1` is the share
+    of equal best classes among `choices`. Choices in one sample depend on each other: `independent` is how many
+    independent ones tell as much (see `numerics.scores`).
+    """
 
     sqnr_db: float | None = None
     lowest_db: float | None = None
@@ -410,7 +417,7 @@ class Trial:
 
     @property
     def exactness(self) -> float:
-        """Output SQNR in dB to order candidates by; `EQUAL_DB` for equal outputs."""
+        """Output SQNR in dB to order candidates by; `EQUAL_DB` for equal outputs, and for failed trials."""
         return EQUAL_DB if self.sqnr_db is None else self.sqnr_db
 
     @property

@@ -1,4 +1,4 @@
-"""The interface of ModelOpt's autotuner over this package: scripts made for it change their import and run."""
+"""ModelOpt's autotuner interface on this package: scripts written for it run once their imports are changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMES = {
     "RegionType",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-"""Public names by module, each imported when it is first used."""
+"""The module of each public name; it is imported when the name is first used."""
 
 PATHS = {
     "autotuner_base": "autotuner",

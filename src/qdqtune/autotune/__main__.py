@@ -106,11 +106,12 @@ MODE_PRESETS = {
     "default": {"schemes_per_region": 50, "warmup_runs": 50, "timing_runs": 100},
     "extensive": {"schemes_per_region": 200, "warmup_runs": 50, "timing_runs": 200},
 }
-"""Values that `apply_mode_presets` sets for each mode. `python -m qdqtune.autotune` also limits builds (`EFFORTS`)."""
+"""Values that `apply_mode_presets` sets for each mode. `python -m qdqtune.autotune` does not use them: it takes a mode
+as an effort (`EFFORTS`), which limits builds as well."""
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """ModelOpt's flags with its spellings; those that a mode presets are None until `apply_mode_presets`."""
+    """A parser of ModelOpt's flags; those in `MODE_PRESETS` are None until `apply_mode_presets` sets them."""
     parser = argparse.ArgumentParser("python -m qdqtune.autotune", description="--help of the program tells more.")
     parser.add_argument("-m", "--onnx_path", required=True)
     parser.add_argument("-o", "--output_dir", default="./autotuner_output")

@@ -1,7 +1,8 @@
 """ModelOpt's search loop: `generate` and `export_onnx` say what to measure, the script measures and calls `submit`.
 
-A scheme (a set of pairs) of the current region is added to the best placement so far, and kept only if that is faster.
-Scripts measure with one benchmark for all functions, which `init_benchmark_instance` makes.
+A scheme is a set of pairs for a pattern: regions with the same structure. Each scheme of the current region's pattern
+is tried on top of the best placement so far, and kept only if it is faster by `Config.performance_threshold`. Scripts
+measure with one benchmark for all functions, which `init_benchmark_instance` makes.
 """
 
 from __future__ import annotations
@@ -98,16 +99,16 @@ def spec_of(
 
 
 def rounds_for(timing_runs: int) -> int:
-    """The number of rounds in which each model runs at least `timing_runs` times: a round has two slots for each."""
+    """Half of `timing_runs`, at least 12: each model has two turns in a round (see `types.Turn`)."""
     return max(12, ceil(timing_runs / 2))
 
 
 class Benchmark:
-    """An engine. All models are timed in interleaved rounds with the first one, so that latencies of two calls can be
-    compared even if minutes lie between them.
+    """Times models on an engine: `engine`, or `default_engine` if that is None.
 
-    The timing cache, plug-in libraries and trtexec's arguments are passed to engines that support them. Models run on
-    `calibration_data` (as in `Settings`), or random inputs without it.
+    All models are timed in interleaved rounds with the first one, so that latencies of two calls can be compared even
+    if minutes lie between them. The timing cache, plug-in libraries and trtexec's arguments are passed to engines that
+    support them. Models run on `calibration_data` (as in `Settings`), or random inputs without it.
     """
 
     engine: str | None = None
@@ -147,9 +148,8 @@ class Benchmark:
         export_profile_path: str | Path | None = None,
     ) -> float:
         """Milliseconds per inference on the first sample; infinite, with a warning, if the model or the engine cannot
-        be used. `export_profile_path` gets the times of layers as trtexec's --exportProfile writes them. The timing
-        cache is saved after each build, whatever `flush_timing_cache` says.
-        """
+        be used. `log_file` gets the engine's output. `export_profile_path` gets the times of layers as trtexec's
+        --exportProfile writes them. The timing cache is saved after each build, whatever `flush_timing_cache` says."""
         self._number += 1
         path, log_path = (self._folder.path / f"model_{self._number}.{kind}" for kind in ("onnx", "log"))
         if isinstance(model, bytes):
@@ -219,7 +219,8 @@ def init_benchmark_instance(
     engine: str | EngineSpec | None = None,
     calibration_data: str | None = None,
 ) -> Benchmark:
-    """Make the benchmark for `benchmark_onnx_model` and the workflow; `engine` replaces the default."""
+    """Make the benchmark that `benchmark_onnx_model`, the workflows and autotuners use from now on. Its engine is
+    `engine`; if that is None, trtexec with `use_trtexec`, else `default_engine`."""
     global _instance
     engine = engine or ("trtexec" if use_trtexec else None)
     _instance = Benchmark(timing_cache_file, warmup_runs, timing_runs, plugin_libraries, trtexec_args, engine=engine)
@@ -309,11 +310,12 @@ class QDQAutotunerBase:
         return self._divided[1]
 
     def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
-        """Make a region the current one, or none. `commit` ends the one before it, and keeps its best scheme if faster.
-        Afterwards, `current_profile_pattern_schemes` is None if the pattern is done or no pair can stand in it."""
+        """Make `region` the current one, or none if it is None. With `commit`, the pattern of the previous region is
+        done, and its best scheme is kept if faster. If the pattern of `region` is done, or no pair can stand in it,
+        there is no current region, and `current_profile_pattern_schemes` is None."""
         self._check_initialized()
         if commit:
-            self._best = self._standing()
+            self._best = self._best_so_far()
             self.profiled_patterns += self._tried()
         self.current_profile_region = self.current_profile_pattern_schemes = self.current_insertion_scheme_index = None
         if region is None:
@@ -329,7 +331,9 @@ class QDQAutotunerBase:
             self.current_profile_pattern_schemes = PatternSchemes(key, [*map(InsertionScheme.of, schemes)])
 
     def generate(self) -> int:
-        """The index in the current pattern's schemes of the next one to measure, old ones first; -1 if none is left."""
+        """The index, in the current pattern's schemes, of the next one to measure: first those of the pattern cache,
+        then new ones. -1 if none is left. A scheme whose placement was measured before gets that latency, and is
+        skipped."""
         self._check_initialized()
         current = self.current_profile_pattern_schemes
         if current is None:
@@ -347,8 +351,9 @@ class QDQAutotunerBase:
         return -1
 
     def submit(self, latency_ms: float, success: bool = True) -> None:
-        """Report a latency: first that of the model without pairs, then that of each scheme. Infinity means failure;
-        for the first it raises BaselineFailed. Schemes are then sorted, fastest first."""
+        """Report a latency: first that of the model without pairs, then that of each scheme. `success` False, or a
+        latency that is not finite and above zero, means failure: the first then raises BaselineFailed. Schemes are then
+        sorted, fastest first."""
         self._check_initialized()
         latency = latency_ms if success and isfinite(latency_ms) and latency_ms > 0 else inf
         current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
@@ -370,13 +375,14 @@ class QDQAutotunerBase:
             print(f"{current.pattern.get_short_signature()}: {latency:.3f} ms", file=sys.stderr)
 
     def export_onnx(self, output_path: str | Path | None = None, insert_qdq: bool = True, best: bool = False) -> bytes:
-        """The model with the best placement and, unless `best`, the current scheme."""
+        """The bytes of the model with the best placement and, unless `best`, the current scheme; they are also written
+        to `output_path`, if any. Without `insert_qdq`, the model has no pairs."""
         inserter, placement = self._tools[0], Placement()
         current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
         if insert_qdq and current is not None and index is not None and not best:
             placement = self._on_top(current.schemes[index])
         elif insert_qdq:
-            placement = self._standing()[0]
+            placement = self._best_so_far()[0]
         model = inserter.insert(placement)
         if output_path is None:
             return model.to_proto().SerializeToString()
@@ -393,7 +399,7 @@ class QDQAutotunerBase:
         fingerprint, path = self._fingerprint(), Path(output_path)
         cache = Output(pattern_cache_of(path), "output_path", written_as("record"))
         check_outputs([cache], {})
-        best, best_ms = self._standing()
+        best, best_ms = self._best_so_far()
         patterns = [
             PatternSchemes(done.pattern, [scheme for scheme in done.schemes if not scheme.error])
             for done in (*self.profiled_patterns, *self._tried())
@@ -461,7 +467,7 @@ class QDQAutotunerBase:
         for idea in self._tools[1].variations(pattern, base, parents, len(self._measured)):
             yield self._scheme(pattern, idea.placement)
 
-    def _standing(self) -> tuple[Placement, float]:
+    def _best_so_far(self) -> tuple[Placement, float]:
         """The best placement, with the best scheme of the current pattern if that is faster; and its latency in ms."""
         scheme = (self.current_profile_pattern_schemes or PatternSchemes()).best_scheme
         if scheme is None or scheme.latency_ms * self.config.performance_threshold >= self._best[1]:

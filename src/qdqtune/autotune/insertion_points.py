@@ -110,7 +110,7 @@ class InsertionPoint(Values, Struct, frozen=True):
         ]
 
     def resolve(self, region: Region, graph: GraphLike) -> set[ResolvedInsertionPoint]:
-        """The uses in a region to which the point refers; none if it refers to a child region and there are none."""
+        """The uses in a region to which the point refers; none if it is of a child region, and the region has none."""
         if getattr(self, "region_index", None) is not None and not region.children:
             return set()
         model, point = as_model(graph), self.core
@@ -153,7 +153,8 @@ RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
 
 
 class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_points"}):
-    """The points of a pattern that carry a pair; the model's latency with them in ms, and its ratio to that without."""
+    """The points of a pattern that carry a pair; the model's latency with them in ms, and its ratio to that without.
+    The latency is infinite if it was not measured, or if that failed, which sets `error`."""
 
     node_inputs: list[NodeInputInsertionPoint] = []
     child_region_inputs: list[ChildRegionInputInsertionPoint] = []
@@ -193,8 +194,8 @@ class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_po
 
 
 def edges_of(pattern: patterns.Pattern, scheme: Scheme) -> frozenset[Edge]:
-    """The edges of a scheme in all instances of a pattern; besides data inputs of compute operators also their
-    weights."""
+    """The edges of a scheme in all instances of a pattern. A compute operator whose data input is among them adds the
+    edge of its weight."""
     try:
         edges = frozenset().union(*(patterns.resolve(pattern, region, scheme) for region in pattern.instances))
     except ValueError as error:
@@ -271,7 +272,8 @@ def _worthwhile(model: Model, tensor: str, users: Collection[int]) -> set[Resolv
 
 @dataclass(frozen=True)
 class RegionPattern:
-    """A structure that regions share; also across models, equal structures are equal. `size` is the number of nodes."""
+    """A structure that regions share, in one model or several. Patterns are equal if their `digest` is. `size` is the
+    number of nodes."""
 
     signature: str = field(compare=False)
     size: int = field(default=0, compare=False)
@@ -378,7 +380,7 @@ class PatternCache(Values, Struct):
         return next((own for own in self.pattern_schemes if own.pattern == pattern), None)
 
     def add_pattern_schemes(self, pattern_schemes: PatternSchemes) -> None:
-        """Keep the fastest of old and new schemes, without those too similar to a faster one."""
+        """Keep the fastest of old and new schemes, without failed ones and those too similar to a faster one."""
         own, kept = self.get_pattern_schemes(pattern_schemes.pattern), list[InsertionScheme]()
         if own is None:
             own = PatternSchemes(pattern_schemes.pattern)

@@ -27,7 +27,7 @@ IDLE = frozenset({
 """Keywords of ModelOpt that have no effect here."""
 
 USUAL = {"mha_accumulation_dtype": "fp16", "passes": ["concat_elimination"]}
-"""ModelOpt's defaults of keywords, where they are not None or empty."""
+"""Other keywords of ModelOpt that quantize accepts at their default only, where that is not None, False or empty."""
 
 METHODS = {"max": "minmax", "entropy": "mse"}
 """ModelOpt's calibration methods, with those that replace them."""
@@ -55,8 +55,9 @@ def quantize(
     """Write a quantized version of a model to `output_path`, by default beside it with `.quant.onnx`.
 
     Shapes are written `input0:1x3x224x224,input1:1x8`. Nodes are chosen by regular expressions that match from the
-    beginning. Pairs are placed by the rules of `engine`, which need not be installed. `calibration_data_reader` yields
-    samples by `get_next`. `others` are keywords of `IDLE`, which have no effect here.
+    beginning. Pairs are placed by the rules of `engine`, which need not be installed. `calibration_data_reader`
+    replaces `calibration_data`: its `get_next` returns a sample, at the end None. `others` are keywords of `IDLE`,
+    which have no effect here; other keywords of ModelOpt may only have their defaults.
 
     Raises:
         BadOption: a keyword of ModelOpt's has no counterpart here, or a value is unknown.

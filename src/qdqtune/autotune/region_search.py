@@ -57,7 +57,7 @@ def _library(graph: GraphLike) -> Any:
 
 
 def as_model(graph: GraphLike) -> Model:
-    """The graph as a `Model` with the same node indices."""
+    """The graph as a `Model` with the same node indices; raises AutotunerError if loading it changes them."""
     if isinstance(graph, Model):
         return graph
     if hasattr(graph, "toposort") and not _library(graph):
@@ -87,8 +87,8 @@ def model_with(graph: GraphLike, node: Any) -> tuple[Model, int]:
 
 
 def _sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Model:
-    """A model of GraphSurgeon nodes that its library cannot export. Tensors that no node makes: `inputs`, or
-    weights."""
+    """A model of GraphSurgeon nodes that its library cannot export. Tensors that no node computes become weights of
+    zeros, except `inputs`."""
     tensors = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.dtype is not None}
     infos = {
         name: helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(t.dtype)), t.shape)
@@ -110,7 +110,7 @@ def _sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any])
 
 
 class Region:
-    """A part of the graph: node indices in `QDQAutotuner.graph.nodes`, and child regions."""
+    """A part of the graph: its own `nodes` (indices in `QDQAutotuner.graph.nodes`), and regions with further ones."""
 
     def __init__(self, region_id: int = 0, level: int = 0, region_type: RegionType = RegionType.LEAF) -> None:
         self.id, self.level, self.type = region_id, level, region_type
@@ -196,7 +196,8 @@ def _structure(model: Model) -> Structure:
 
 
 def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
-    """Whether a region has an operator on floats that engines quantize, or child regions that may."""
+    """Whether a region or its child regions have an operator on floats that engines quantize. True for an empty region
+    that is not a leaf."""
     if region.type is not RegionType.LEAF and not region.all_nodes():
         return True
     model = as_model(graph)

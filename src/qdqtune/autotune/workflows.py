@@ -197,10 +197,11 @@ def region_pattern_autotuning_workflow(
     *,
     model_path: str | Path | None = None,
 ) -> QDQAutotuner:
-    """Tune a model (a path, under either keyword, or an ONNX model) in region mode on the engine of the benchmark.
-    Returns an autotuner that holds the result. The same call continues an interrupted one.
+    """Tune a model (a path, under either keyword, or an ONNX model) in region mode on the engine of
+    `init_benchmark_instance`, which must be called first. Returns an autotuner that holds the result.
 
-    Every pattern gets `num_schemes_per_region` schemes; by default the search has the builds of `--effort default`.
+    The same call continues an interrupted one. Every pattern gets `num_schemes_per_region` schemes; by default the
+    search has the builds of `--effort default`.
     """
     benchmark, model = instance(), model_or_path if model_path is None else model_path
     if model is None:
@@ -245,7 +246,8 @@ def subgraph_autotuning_workflow(
     calibration_data: SamplesLike | None = None,
 ) -> str:
     """Tune a model by fusion groups, as `qdqtune tune --mode subgraph` does, on the engine of
-    `init_benchmark_instance`, else on trtexec. Returns the path of the final model."""
+    `init_benchmark_instance`, else on trtexec. Without `calibration_data`, there is no limit on accuracy. Returns the
+    path of the final model."""
     benchmark = instance(lambda: TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args))
     options = AutotuneOptions(
         model=Path(model_path),

@@ -70,7 +70,7 @@ class Histogram:
         return Range(self._low, self._high) if np.isfinite(self._low) and np.isfinite(self._high) else None
 
     def range(self, percentile: float) -> Range | None:
-        """The range without half of (100 - percentile) % of the values at each end; None if a value is not finite."""
+        """The range without half of (100 - percentile) % of the values at each end; None as `whole`."""
         if self.whole is None:
             return None
         tail = (100 - percentile) / 200 * self._counts.sum()
@@ -83,7 +83,7 @@ class Histogram:
     def least_error(self, numbers: NumericFormat) -> Range | None:
         """The range for which quantization has the least mean squared error, of rounding inside and clipping outside.
 
-        First both ends are moved in together, then each by itself.
+        First both ends are moved in together, then, unless the format is symmetric, each by itself. None as `whole`.
         """
         whole = self.whole
         if whole is None or self._width == 0.0:
@@ -151,9 +151,9 @@ def calibrate(
     tensors: Sequence[str] | None = None,
     execution: Execution = EXECUTION,
 ) -> Ranges:
-    """Ranges of candidate tensors (all, or `tensors`) over all samples, by running the float model on ONNX Runtime.
-
-    A tensor with a NaN or an infinite value (an attention mask, say) gets no range. `numbers` are for method mse."""
+    """Ranges of candidate tensors (all, or `tensors`) over all samples, by running the float model on ONNX Runtime. A
+    tensor with a NaN or an infinite value (an attention mask, say) gets no range. Without `how` the method is minmax;
+    `numbers` matter to method mse only. Biases are not corrected here."""
     how = how or Calibration()
     tensors = candidate_tensors(model) if tensors is None else tensors
     if not tensors:

@@ -62,7 +62,8 @@ PICTURE, SEQUENCE = 224, 64
 
 def random_samples(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Callable[[], Iterator[Sample]]:
     """A function that makes `count` samples: normal floats, booleans, and integers that are valid indices of every
-    table that the model looks up with them."""
+    table that the model looks up with them. A dynamic first dimension is 1; other dynamic dimensions raise
+    BadOption."""
     if hints := size_hints(model, specs):
         raise BadOption(
             f"input {next(s for s in specs if None in s.shape[1:])} has dynamic dimensions: give `calibration_data`, "

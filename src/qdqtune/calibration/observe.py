@@ -142,6 +142,7 @@ def observe(
 
 
 def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample], execution: Execution = EXECUTION) -> int:
+    """How often `observe` would read the samples: once for each batch of tensors."""
     with _one_at_a_time(model, execution, fuse=len(model.nodes) <= MOST_OPTIMIZED) as session:
         return sum(1 for _ in _batches(model, tensors, samples, session))
 

@@ -62,8 +62,9 @@ class Prepared:
     """A model with its samples. `model` has the dynamic sizes of the file and is what ships; `shaped` has the `sizes`
     at which it is measured, except those that differ between workloads.
 
-    Outputs are compared on the samples `judging`, which calibration does not use if `is_held_out`. `execution` has time
-    limits for runs. `data` says where samples came from; `fixed` are inputs that were made constants.
+    `samples` are all samples, `calibration` those for ranges. Outputs are compared on the samples `judging`, which
+    `calibration` lacks if `is_held_out`. `execution` has time limits for runs. `data` says where samples came from;
+    `fixed` are inputs that were made constants.
     """
 
     model: Model
@@ -139,8 +140,10 @@ def prepare(
     """Shape a model and open its samples. All commands call this, so that they compare outputs on the same samples.
 
     If the limit on calibration samples leaves out `LEAST_JUDGED` or more, outputs are compared on those. Else every
-    fifth sample is held out of calibration for that, `most` at most, unless they would be fewer than `LEAST_JUDGED` or
-    inputs are random. An engine that is `slower` than a CPU by this factor gets fewer."""
+    fifth sample is held out of calibration for that. If these would be fewer than `LEAST_JUDGED`, or inputs are random,
+    calibration has all samples, and outputs are compared on the first ones. At most `most` samples are compared; 0
+    holds none out and compares none. An engine that is `slower` than a CPU by this factor gets fewer.
+    """
     check_outputs(model.proto)
     if data.workloads and data.input_shapes:
         raise BadOption("`workloads` brings the shapes of all inputs: leave `input_shapes` out")
@@ -181,7 +184,7 @@ def prepare(
 
 
 def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
-    """A message if no pair can reach the model's compute operators (in bodies of If nodes, say); else None."""
+    """A message on why pairs cannot help this model, and what to do; None if they reach its compute operators."""
     if operators := integer_operators(model):
         names = ", ".join(operators)
         return f"the model is quantized already, and its integer operators ({names}) stay: tune the float model"

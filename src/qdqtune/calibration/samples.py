@@ -36,8 +36,9 @@ LABELS = "labels"
 
 @dataclass(frozen=True)
 class Samples:
-    """A source of samples that can be iterated several times. `digest` identifies its content; `origin` names it in
-    messages. `others(n)` yields up to n samples that the limit left out; None without a limit, or for a callable."""
+    """A source of samples that can be iterated several times. `digest` identifies its content, or the code of a
+    callable; `origin` names it in messages. `others(n)` yields up to n samples that the limit left out; `others` is
+    None without a limit, for a callable, and for random inputs."""
 
     origin: str
     digest: str
@@ -49,7 +50,8 @@ class Samples:
         return self.produce()
 
     def apart(self, least: int, most: int) -> tuple[Samples, Samples] | None:
-        """The samples without every fifth one, and these (at most `most`); None if they are fewer than `least`."""
+        """Two sources: the samples without every fifth one, and every fifth one, `most` at most. None if the second
+        would have fewer than `least`."""
         if len(self.first(HELD_OUT * least)) < HELD_OUT * least:
             return None
         end = HELD_OUT * most
@@ -67,6 +69,7 @@ class Samples:
         return list(spread(self, sum(1 for _ in self), count)) or self.first(count)
 
     def first(self, count: int) -> list[Sample]:
+        """At most `count` samples, from the beginning. Raises BadData if there is none."""
         found = list(islice(iter(self), count))
         if not found:
             raise BadData(f"{self.origin} holds no sample: give a hundred typical ones")
@@ -153,7 +156,7 @@ def _files_of(source: str) -> list[Path]:
 
 
 def digest_of(source: str, execution: Execution, folders: Sequence[Path]) -> str | None:
-    """A hash of the samples in files; None for a callable, which would have to be imported."""
+    """A hash of the files that a source names; None if it names none: a callable would have to be imported."""
     files = _files_of(source)
     if not files and (raw := raw_files(Path(source))):
         files = [*raw, *settings_files(Path(source), folders)]
@@ -177,8 +180,8 @@ def read_sample(path: Path, model: Model, fixed: Collection[str], execution: Exe
 
 
 def files_named(source: str | None) -> list[Path]:
-    """The files that a source of calibration data or a metric may read: an .npz, the files of a folder, or the module
-    file of a callable, which is not imported."""
+    """The files that a source of calibration data or a metric may read: an .npz, the files of a folder, or for a
+    callable the files that its module may be, which is not imported."""
     if source is None:
         return []
     path, place = Path(source), source.rpartition(":")[0]
@@ -258,7 +261,7 @@ def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], ori
 def _checked(
     arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str
 ) -> dict[str, Array]:
-    """The arrays of the inputs; refuses other names and types."""
+    """The arrays of the inputs. Refuses missing and unknown names, other types, and values that are not finite."""
     missing = [s.name for s in specs if s.name not in arrays]
     unknown = [name for name in arrays if name not in {s.name for s in specs} and name not in (*fixed, LABELS)]
     if missing or unknown:

@@ -95,7 +95,7 @@ def description(mix: Mix) -> str:
 
 
 def spans_of(files: Sequence[WorkloadFile], fixed: Collection[str]) -> dict[str, Span]:
-    """The smallest, the most frequent and the largest shape of each input, except those `fixed`."""
+    """The smallest, the most frequent and the largest shape of each input, except those `fixed` or of several ranks."""
     shapes = {file: {name: a.shape for name, a in read_arrays(file.path).items()} for file in files}
     spans = {}
     for name, usual in shapes[max(files, key=lambda file: file.weight)].items():
