@@ -175,6 +175,8 @@ def test_an_unknown_keyword_is_refused_with_the_nearest(model: Path) -> None:
         qdqtune.tune(model, calibration_sample=3)  # type: ignore[call-arg]
     with pytest.raises(BadOption, match="compare has no option 'thread'; did you mean 'threads'"):
         qdqtune.compare(model, model, thread=3)
+    with pytest.raises(BadOption, match="tune has no option 'out'; did you mean 'output_dir'"):
+        qdqtune.tune(model, out="run")  # type: ignore[call-arg]
 
 
 def test_a_metric_of_the_callers_decides(tuned: qdqtune.Result) -> None:

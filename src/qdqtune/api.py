@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from itertools import cycle
 from pathlib import Path
 from threading import Event
@@ -36,7 +35,7 @@ from qdqtune.commands.tune import tune as tune_settings
 from qdqtune.engines.execution import cancelled_by
 from qdqtune.errors import BadOption, Cancelled, QdqtuneError
 from qdqtune.explanation.page import write_report
-from qdqtune.options import REQUIRED, Options, flags_of, options_of
+from qdqtune.options import REQUIRED, Options, flags_of, meant, options_of
 from qdqtune.system.writing import named, temporary_folder
 from qdqtune.tuning.observer import Observer, Observers, Silent, State
 from qdqtune.tuning.options import MODEL
@@ -78,8 +77,8 @@ def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[
         if len(arguments) > 1:
             raise BadOption(f"{name} takes keywords behind its {first}")
         for keyword in keywords.keys() - signature.parameters.keys():
-            near = get_close_matches(keyword, signature.parameters, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(signature.parameters))}"
+            near = " or ".join(map(repr, meant(keyword, signature.parameters)))
+            hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(signature.parameters))}"
             raise BadOption(f"{name} has no option {keyword!r}; {hint}")
         options = kind(*arguments, **keywords)
         check_options(options)

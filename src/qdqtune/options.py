@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import partial
 from inspect import getattr_static
 from numbers import Real
@@ -308,6 +309,15 @@ def number(
 COUNT = partial(number, least=1, make=int, metavar="N")
 LIMIT = partial(number, words=("auto", "none"))
 """An option that takes a number, `none` for no limit, or `auto` for the default limit."""
+
+
+def meant(typed: str, names: Iterable[str]) -> list[str]:
+    """The names that a mistyped one may mean, three at most: those that hold it, first those that begin with it and
+    the shortest; else those that are spelt alike."""
+    text, by_text = typed.strip("*/?-").lower(), {name.strip("/-").lower(): name for name in names}
+    holding = [one for one in by_text if text and text in one]
+    holding.sort(key=lambda one: (not one.startswith(text), len(one)))
+    return [by_text[one] for one in holding[:3] or get_close_matches(text, by_text)]
 
 
 # Annotations of options that take other types than they give

@@ -229,6 +229,10 @@ def test_an_engine_that_does_not_exist_is_refused_by_every_command(command, call
     [
         ([], "Missing argument 'MODEL'"),
         (["m", "--num-threads", "1"], "No such option '--num-threads'. Did you mean '--threads'?"),
+        (
+            ["m", "--calib", "a.npz"],
+            "No such option '--calib'. Did you mean '--calibration-data' or '--calibration-cache'",
+        ),
         (["m", "--effort"], "Option '--effort' requires an argument: quick|default|extensive (see"),
         (["m", "--time-limit", "9999999h"], "'9999999h' is no duration up to a year"),
         (["m", "--calibration-method", "percentile:nan"], "'nan' is no number"),

@@ -227,7 +227,7 @@ def test_a_note_above_the_picture_breaks_between_words() -> None:
     ("outcome", "ratio", "best", "best_ratio", "against", "words"),
     [
         ("faster", FASTER, PAIR, 0.5, 1.0, "faster than the float model: the best so far"),
-        ("faster", FASTER, OTHER, 0.45, 1.0, "faster than the float model, but one beside it was better"),
+        ("faster", FASTER, OTHER, 0.45, 1.0, "faster than the float model, slower than the best so far"),
         ("undecided", FASTER, OTHER, 0.625, 0.625, "not taken: not clearly faster than the best before it"),
         ("undecided", FASTER, PAIR, 0.5, 0.52, "as fast as the best before it within noise, and more exact: the best"),
         ("slower", BEST, OTHER, 0.5, 0.5, "slower than the best before it"),

@@ -85,6 +85,14 @@ def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoil
     assert found["findings"][0].items() >= {"kind": "standalone pair", "cause": "conv", "fails": True}.items()
 
 
+def test_the_first_notes_of_a_kind_are_listed_and_with_v_all(call, spoiled, monkeypatch):
+    monkeypatch.setattr("qdqtune.commands.check.MOST_NOTES", 1)
+    given = ("check", spoiled, "--engine", "fake", "--allow-boundary", "*")
+    few, every = (call(*given, *more)[1].splitlines() for more in ((), ("-v",)))
+    assert [sum(" note " in line for line in lines) for lines in (few, every)] == [1, 3]
+    assert few[-3:] == ["… and 2 more notes of kind boundary", "-v shows all", every[-1]]
+
+
 def test_samples_may_hold_an_input_that_was_made_constant(call: Call, tmp_path: Path) -> None:
     net = build(
         "n (float[2,8] x, float[1] s) => (float[2,8] y) { a = MatMul(x, w) y = Mul(a, s) }", {"w": normal(8, 8)}

@@ -54,13 +54,17 @@ def test_it_holds_on_the_machine_of_the_run_with_its_samples(call: Call, tuned: 
     assert done.to_dict()["gate"][0]["outcome"] == "holds"
 
 
-def test_samples_that_are_not_those_of_the_run_are_all_taken(call: Call, target: Path, tuned: Path) -> None:
+def test_samples_that_are_not_those_of_the_run_are_all_taken_by_verify_and_compare(
+    call: Call, target: Path, tuned: Path
+) -> None:
     own = np.load(tuned.with_suffix(".npz"))
     fresh = target / "fresh.npz"
     np.savez(fresh, **{name: np.concatenate([(1 - n / 100) * a for n in range(14)]) for name, a in own.items()})
     code, out, _ = call("verify", target, "--calibration-data", fresh)
     assert code == 0
     assert out.splitlines()[-1].endswith(" dB on 42 samples")
+    files = qdqtune.compare(tuned, target / "optimized_final.onnx", calibration_data=str(fresh), engine="fake")
+    assert "output SQNR over 42 samples\n" in files.table().caption
     digest = digest_of(str(fresh), EXECUTION, ())
     changed(target, lambda content: content.update(data=digest))
     assert call("verify", target, "--calibration-data", fresh)[1].splitlines()[-1].endswith(" dB on 8 held-out samples")

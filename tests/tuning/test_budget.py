@@ -203,7 +203,7 @@ def test_nothing_is_proven_if_nothing_was_tried(model: Path, workers: Workers) -
     result, notes = slow_run(model, workers, 3.8, 120.0)
     assert (result.shipped, result.history, result.summary["proof_builds"]) == ("baseline", (), 0)
     assert result.summary["baseline_ms"] == pytest.approx(3800, rel=0.01)
-    (ended,) = (note for note in result.notes if note.startswith("`time_budget` had no room for a candidate: one and "))
+    (ended,) = (note for note in result.notes if note.startswith("`time_budget` is too short for this model: give "))
     assert ended in json.loads((model.parent / "out" / "run.json").read_text()).values(), "the end of the search"
     assert not any("biases" in note for note in notes.notes), "no layer of this model has one"
     assert len([note for note in notes.notes if "no room to calibrate on all samples" in note]) == 1
@@ -246,8 +246,8 @@ def test_a_candidate_without_time_for_its_proof_is_told_of(
     monkeypatch.setattr(Budget, "provable", lambda *_: 0)
     result, _ = slow_run(model, workers, 0.01, 1200.0)
     assert result.shipped == "baseline"
-    (told,) = (note for note in result.notes if "no room to prove" in note)
-    assert re.fullmatch(r"`time_budget` had no room to prove the best candidate \([\d.]+x the speed .*\)", told)
+    (told,) = (note for note in result.notes if "too short to prove" in note)
+    assert re.fullmatch(r"`time_budget` is too short to prove the best candidate \([\d.]+x the speed .*\)", told)
     assert result.notes[-1] == GOES_ON
 
 

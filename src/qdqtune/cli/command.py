@@ -17,7 +17,7 @@ from qdqtune.cli.output import with_flags
 from qdqtune.cli.streams import BEGUN
 from qdqtune.commands.inputs import check_options
 from qdqtune.errors import QdqtuneError
-from qdqtune.options import REQUIRED, SWITCH, Group, Option, Options, options_of
+from qdqtune.options import REQUIRED, SWITCH, Group, Option, Options, meant, options_of
 
 NAME_COLUMNS = 32
 """Width of the column with option names in `--help`."""
@@ -79,11 +79,17 @@ class Command(click.Command):
         self.kind, self.body = kind, body
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own_flags = [(own, (*own.spellings, own.negative)) for own in options_of(self.kind).values() if own.group]
+        values = {flag: own.metavar for own, flags in own_flags for flag in flags if flag}
         with _flags_in_errors():
             try:
                 rest = super().parse_args(ctx, args)
+            except click.NoSuchOption as error:
+                near = " or ".join(map(repr, meant(error.option_name, values)))
+                is_hinted = near and error.option_name.startswith("--")
+                message = f"{error.message}{f' Did you mean {near}?' * bool(is_hinted)}"
+                raise click.NoSuchOption(error.option_name, message, ctx=ctx) from error
             except click.BadOptionUsage as error:  # an option without its value
-                values = {flag: own.metavar for own in options_of(self.kind).values() for flag in own.spellings}
                 message = ": ".join(filter(None, [error.message.rstrip("."), values.get(error.option_name)]))
                 raise click.BadOptionUsage(error.option_name, message, ctx) from error
             if not ctx.resilient_parsing:

@@ -187,7 +187,7 @@ def check_command(options: CheckArguments) -> int:
         results.append(done)
         say_notes(done.notes)
         if not options.as_machine:
-            print_parts(done.parts())
+            print_parts(done.parts(every=options.verbose) if isinstance(done, Checked) else done.parts())
     if options.as_machine:
         print_json(results[0].to_dict() if len(models) == 1 else [done.to_dict() for done in results])
     return max(done.exit_code for done in results)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import glob
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,9 @@ DQ = "DequantizeLinear"
 ORDER = ("float compute", "standalone pair", "reformat", "elsewhere", "boundary")
 """The order in which findings with one cause are listed, by kind: the cause itself, then its consequences."""
 
+MOST_NOTES = 10
+"""The most notes of each kind that the command prints without -v."""
+
 
 class CheckOptions(LayersOptions):
     allow_boundary: Names = WORDS(
@@ -183,27 +188,34 @@ class Checked(Shown):
         notes = counted(len(self.findings) - len(failing), "note")
         return f"{self.model} on {self.profile.where}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
 
-    def table(self) -> Table:
-        """The findings, grouped by cause; failures first, then by time."""
+    def table(self, most: float = inf) -> Table:
+        """The findings, grouped by cause; failures first, then by time. Of the notes of each kind at most `most`; the
+        caption counts the others."""
         groups: dict[tuple[bool, str], list[Finding]] = {}
         for finding in sorted(self.findings, key=lambda f: ORDER.index(f.kind)):
             groups.setdefault((not finding.fails, finding.cause or finding.reason), []).append(finding)
-        rows = []
+        rows, notes = list[tuple[str, ...]](), Counter[str]()
         for key in sorted(groups, key=lambda key: (key[0], -(time_of(groups[key]) or 0.0))):
-            for number, finding in enumerate(groups[key]):
-                counts_as = "failure" if finding.fails and not self.measured else "note"
+            reason = None
+            for finding in groups[key]:
+                is_note = not finding.fails or self.measured
+                notes[finding.kind] += is_note
+                if is_note and notes[finding.kind] > most:
+                    continue
                 names = ", ".join(finding.nodes) or finding.layer
-                why = "as above" if number and finding.reason == groups[key][0].reason else finding.reason
-                rows.append((finding.kind, counts_as, milliseconds(finding.time_ms), names, why))
+                why = "as above" if finding.reason == reason else finding.reason
+                reason = reason or finding.reason
+                rows.append((finding.kind, "note" if is_note else "failure", milliseconds(finding.time_ms), names, why))
+        more = [f"… and {counted(n - int(most), 'more note')} of kind {kind}" for kind, n in notes.items() if n > most]
         columns = ("what", "counts as", "ms", "nodes", "why")
-        return Table(columns, rows)
+        return Table(columns, rows, "\n".join([*more, *["-v shows all"] * bool(more)]))
 
     @property
     def exit_code(self) -> int:
         return 0 if self.passes else ConstraintUnmet.exit_code
 
-    def parts(self) -> Iterator[str | Table]:
-        yield self.table()
+    def parts(self, *, every: bool = True) -> Iterator[str | Table]:
+        yield self.table(inf if every else MOST_NOTES)
         yield self.in_words()
         if self.fallback is not None:
             yield self.fallback.in_words()

@@ -58,6 +58,7 @@ from qdqtune.options import COUNT, SWITCH, Options, ValuesByInput, number
 from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan, Ratio, Verdict
 from qdqtune.tuning.contexts import at_each, busy, counts_of, views_of
+from qdqtune.tuning.deploy import calibrated_on
 from qdqtune.tuning.file_race import Racer, Tail
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import WARMUP
@@ -149,7 +150,8 @@ class MeasureOptions(GateOptions, ScoreOption, DataOptions):
     fix_inputs: ValuesByInput = FIXED
     all_samples: bool = SWITCH(
         "Compare outputs on all samples: for samples that calibrated none of the files, as a test set of their own. "
-        "Without it, on those that tune holds out of calibration, if there are enough.",
+        "Without it, on those that tune holds out of calibration, if there are enough; on all where a file is of a run "
+        "that used other data.",
         "Data",
     )
     timing_runs: int = COUNT("Rounds per pair of builds, 12 or more.", "Search", default=DEFAULT_ROUNDS, least=12)
@@ -263,11 +265,9 @@ def compare(
     options: CompareOptions,
     observer: Observer | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
-    calibrated_on: str | None = None,
 ) -> Comparison:
     """Time every other file against the first, in the same rounds on fresh builds of all. `shapes` are those of random
-    inputs, by input name, unless options set them. `calibrated_on` is the digest of the data that calibrated the files,
-    if known: of other data all samples are compared."""
+    inputs, by input name, unless options set them."""
     execution, machine = on_device(options.on, execution_of(options))
     workloads = options.workloads
     usual = usual_threads() if machine is None else machine.physical_cores
@@ -297,7 +297,8 @@ def compare(
     check_asked(options.scores, models[0])  # refuses others before the work begins
     fixed_names, most = options.fix_inputs, 0 if options.all_samples else MOST_JUDGED
     prepared = prepared_for(models[0], spec, options, execution, files, fixed=fixed_names, most=most, shapes=shapes)
-    is_new = prepared.has_real_samples and calibrated_on is not None and prepared.samples.digest != calibrated_on
+    digests = {calibrated_on(file) for file in files} - {None}
+    is_new = prepared.has_real_samples and digests and prepared.samples.digest not in digests
     if options.all_samples or is_new:
         prepared = replace(prepared, judging=tuple(prepared.samples), is_held_out=False)
     judging = prepared.judging

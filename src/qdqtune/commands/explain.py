@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from qdqtune.explanation.formatting import tail
 from qdqtune.explanation.result_rows import verdict
 from qdqtune.explanation.unfused import is_float
 from qdqtune.explanation.units import Explanation, disturbance, explanations, shipped_origin, tally, total
-from qdqtune.options import FILE, REQUIRED, TEXT, File, Options
+from qdqtune.options import FILE, REQUIRED, TEXT, File, Options, meant
 from qdqtune.tuning.finished import read_run
 
 
@@ -96,9 +95,7 @@ def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation,
     names = [name for row in rows for name in row.nodes]
     matches = {pattern} & set(names) or {name for name in names if fnmatchcase(name, pattern)}
     if not matches:
-        text, by_lower = pattern.strip("*/?").lower(), {name.lower(): name for name in names}
-        near = [name for lower, name in by_lower.items() if text and text in lower][:3]
-        near = near or [by_lower[lower] for lower in get_close_matches(text, by_lower, cutoff=0.5)]
+        near = meant(pattern, names)
         hint = f"did you mean {', '.join(near)}?" if near else "'*' shows all, '/layer1/*' those of a module"
         raise BadOption(f"no node of the model is named {pattern!r}: {hint}")
     return tuple(row for row in rows if not matches.isdisjoint(row.nodes))

@@ -32,7 +32,7 @@ from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.options import SearchOptions
-from qdqtune.tuning.run import NO_ROOM
+from qdqtune.tuning.run import TOO_SHORT
 from qdqtune.tuning.settings import BY_RULE_BUILDS, EFFORTS, FRONT_BUILDS, Settings, looks_until, usual_builds
 from qdqtune.types import Accuracy
 
@@ -155,8 +155,8 @@ class Result(Shown, result.Result):
     def in_words(self) -> str:
         if not self.improved:
             result = verdict(self.summary)
-            ended = next((note for note in self.notes if note.startswith(NO_ROOM)), "")
-            return f"{result.headline}. {result.meaning}{ended and f' It ended early: {ended}.'}"
+            ended = next((note for note in self.notes if note.startswith(TOO_SHORT)), "")
+            return f"{result.headline}. {result.meaning}{ended and f' {ended}.'}"
         accuracy = Accuracy(**(self.summary["output_accuracy"] or {}))
         near = closeness(accuracy.sqnr_db, equal_share(accuracy))
         near = "exact outputs" if near == "exact" else near

@@ -148,7 +148,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
         asked["threads"] = counts
         spec = EngineSpec(spec.name, {**spec.options, "threads": counts[0]})
     as_compare = CompareOptions(engine=spec, time_limit=options.time_limit, on=options.on, **asked)
-    done = compare(files, as_compare, observer, shapes, settings.data)
+    done = compare(files, as_compare, observer, shapes)
     proven = settings.proven
     gate = GateOptions(
         fail_below=options.fail_below or (1.0 if proven.timed else None),

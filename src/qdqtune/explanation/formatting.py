@@ -64,7 +64,7 @@ def tail(name: str) -> str:
 ORIGINS: Mapping[str, str] = {
     "cut": "the placement that layer times predict to be fastest",
     "front": "a placement that trades speed for accuracy",
-    "polish": "a variant of the best placement before it",
+    "polish": "a small change of the best placement found until then",
     "fused units": "pairs wherever they can stand, around what the engine fuses",
     "weights in 4 bits": "weights of products in 4 bits, and no pairs",
     "weights in 8 bits": "weights of products in 8 bits, and no pairs",
@@ -106,7 +106,7 @@ def became_in_words(trial: Trial, came: str, *, is_best: bool, missed: str | Non
     if came == "slower":
         return f"slower than {rival}"
     if came == "faster":
-        others = "made for the front" if trial.proposal.origin == "front" else "but one beside it was better"
+        others = "made for the front" if trial.proposal.origin == "front" else "slower than the best so far"
         return f"faster than {rival}: the best so far" if is_best else f"faster than {rival}, {others}"
     if is_best:
         return f"as fast as {rival} within noise, and more exact: the best so far"

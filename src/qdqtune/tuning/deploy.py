@@ -17,13 +17,13 @@ import msgspec
 from qdqtune.calibration.inputs import input_specs
 from qdqtune.engines import EngineSpec, threads_of
 from qdqtune.engines.library_settings import library_settings, script_of
-from qdqtune.errors import BadModel, BadOption, writing
+from qdqtune.errors import BadModel, BadOption, InputError, writing
 from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model_folder import companions
 from qdqtune.system.checks import content_digest, file_digest, real
 from qdqtune.system.writing import atomic_write, write_json
 from qdqtune.timing.ratios import Ratio
-from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL
+from qdqtune.tuning.folder import BASELINE, DEPLOY_SCRIPT, DEPLOY_SETTINGS, FINAL, FRONT
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.shipping import at_threads
 from qdqtune.tuning.store import Shipped, plain
@@ -172,6 +172,14 @@ def changed_files(folder: Path, settings: DeploySettings) -> list[str]:
         if not known or any(settings.sha256.get(name) != digest for name, digest in known.items()):
             changed.append(model)
     return changed
+
+
+def calibrated_on(file: Path) -> str | None:
+    """The digest of the data that calibrated a model file of a run; None if it is in no run's folder."""
+    try:
+        return read_settings(file.parent.parent if file.parent.name == FRONT else file.parent).data
+    except InputError:
+        return None
 
 
 def read_settings(folder: Path) -> DeploySettings:

@@ -25,7 +25,7 @@ from qdqtune.timing.ratios import FEWEST_BUILDS, Ratio
 from qdqtune.tuning import shipping
 from qdqtune.tuning.bench import UNTIMED
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
-from qdqtune.tuning.run import HOPED_RATIO, NO_ROOM, Run
+from qdqtune.tuning.run import HOPED_RATIO, TOO_SHORT, Run
 from qdqtune.tuning.shipping import Attempt, Compared, Finalists, first_faster, is_proven, notes_of, rows_by_threads
 from qdqtune.tuning.store import Shipped, proof_key
 from qdqtune.types import EQUAL_DB, Placement, Proposal, Trial, noise_of
@@ -197,7 +197,7 @@ def race_finished(queue: Finalists, field: Field, history: Sequence[Trial], run:
         if asked and not placements and not attempts:
             best = ratios.get(asked[0])
             speed = "" if best is None else f" ({1 / best:.2f}x the speed of float in the search)"
-            notes.append(f"{NO_ROOM} to prove the best candidate{speed}")
+            notes.append(f"{TOO_SHORT} to prove the best candidate{speed}")
         if not (placements or races_alone):
             return Raced(tuple(attempts), builds, field, given_to_float, tuple(notes))
         try:

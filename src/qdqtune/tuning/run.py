@@ -41,7 +41,7 @@ from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.shipping import LATE, SLOWER
 from qdqtune.tuning.store import Store
-from qdqtune.tuning.subject import Subject, calibrated, fingerprint_of, open_subject
+from qdqtune.tuning.subject import CALIBRATION_SHARE, Subject, calibrated, fingerprint_of, open_subject
 from qdqtune.tuning.weight_format_times import format_shares
 from qdqtune.types import Measurement, Placement, Trial
 
@@ -83,7 +83,7 @@ candidates. Chosen, not measured."""
 PLANNED_BUILDS = 12
 """Builds of each file for which the proof has time. Chosen, not measured."""
 
-NO_ROOM = f"{LATE} had no room"
+TOO_SHORT = f"{LATE} is too short"
 """The beginning of notes on what a time budget left out: `tune` repeats them where nothing was proven."""
 
 HOPED_RATIO = 0.8
@@ -98,7 +98,8 @@ class Budget:
     Measuring a candidate as fast as float takes `candidate` seconds at least, `brief` with few rounds and no layer
     report. `proof` are the looks of the proof, in rounds. There each file has `copies` builds in a block; `file_builds`
     and `file_rounds` are the seconds of one build, and of a file's part of the first look; `opponents` files race
-    against the finalists, of which a front has up to `points`. Further blocks may take `further` seconds.
+    against the finalists, of which a front has up to `points`. Further blocks may take `further` seconds, the run
+    `whole`.
     """
 
     builds: int
@@ -113,6 +114,7 @@ class Budget:
     file_rounds: float = 0.0
     copies: int = USUAL_BUILDS
     further: float = 0.0
+    whole: float = 0.0
 
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None, *, has_other_float: bool) -> Budget:
@@ -130,6 +132,7 @@ class Budget:
             points=0,
             grace=min(GRACE_SHARE * whole, finish + OVER_SHARE * whole),
             further=FURTHER_SHARE * whole,
+            whole=whole,
         )
         if not settings.is_timed:
             return budget
@@ -263,10 +266,9 @@ class Budget:
         if not trials:
             if not self.builds or self.room(()) or self.is_brief(()):
                 return None
-            takes, left = self.brief_and_proof, (self.ends or 0.0) - time.monotonic()
-            more = max(1, ceil(takes - self.grace - left))
-            needed = f"{takes:.0f} s after reading the model and calibration, {more} s more than there were"
-            return f"{NO_ROOM} for a candidate: one and its proof take some {needed}"
+            more = self.brief_and_proof - self.grace + time.monotonic() - (self.ends or 0.0)
+            least = ceil(self.whole + more / (1 - CALIBRATION_SHARE) ** 2)  # ranges and biases take shares of it, too
+            return f"{TOO_SHORT} for this model: give at least {least} s"
         left, spent = self.room(trials, pace, reserve), 1 + len(trials)
         if len(trials) < self.builds and not left:
             return f"{LATE} has ended the search after {spent} of {1 + self.builds} builds"
