@@ -466,8 +466,9 @@ class _Table:
         return "not proven", f"{was}, but fresh builds did not prove it: a quieter machine, or more time, may decide"
 
     def _together(self, unit: Unit) -> tuple[Reason, str] | None:
-        """The reason and its text if float ships and all candidates with a unit in 8 bits were slower, one surely;
-        else None. If it is undecided whether the fastest of them was, its accuracy is the reason, or there is none."""
+        """The reason and its text if float ships and all candidates with a unit in 8 bits were slower, one beyond
+        noise; else None. If the fastest of them is undecided, the limit on accuracy that it misses is the reason; None
+        if it misses none."""
         tried = {trial.number: low for trial, low, _ in self._candidates if unit.number in low}
         judged = [each for each in with_ratios(self.run.history, self.run.plan) if each[0].number in tried]
         if self.run.placement or "slower" not in [measured.verdict for _, measured in judged]:

@@ -114,7 +114,8 @@ def in_half_precision(
 
 
 def by_ranges(model: Model, precision: Precision, cache: Path) -> tuple[Model, tuple[str, ...]]:
-    """`model` in half precision, decided by the ranges in a calibration cache instead of samples; and notes."""
+    """`model` in half precision, by the ranges in a calibration cache alone, and notes. For bfloat16 it is still in
+    float32."""
     if precision == "fp32" or not is_float32(model):
         return model, ()
     half = lowered(model, precision, ranges_of(cache, model).ranges, model)

@@ -113,8 +113,10 @@ def is_quantized(model: Model) -> bool:
 
 
 def read_placement(float_model: Model, qdq_model: Model, quant_type: QuantType = "int8") -> Reading:
-    """The edges of `float_model` on which `qdq_model` has pairs, except int32 biases, which follow from the others.
-    Scales of weights are kept if symmetric numbers of `quant_type` with these scales can hold the same values."""
+    """`qdq_model` as a placement on `float_model`, except int32 biases, which follow from the other pairs. Scales of
+    weights are kept if symmetric numbers of `quant_type` with these scales can hold the same values. Raises BadModel
+    for scales below zero or not finite, for a Q and a DQ with other numbers, and for activations with several
+    scales."""
     placement, pairs, unmatched = _matched(float_model, qdq_model)
     activations: dict[str, Range] = {}
     wide: dict[str, Range] = {}

@@ -151,7 +151,8 @@ class TrialWorker:
 
     def trials(self, untimed: Sequence[Trial], batch: Batch) -> list[Trial]:
         """Measure candidates in the same rounds, all against the same opponent. `untimed` are their trials without
-        results; those that the deadline leaves no time for are left out at the end."""
+        results; those that the deadline leaves no time for are left out at the end. Builds that cannot be accepted are
+        unloaded."""
         trials = dict[int, Trial]()
         entrants = list[Entrant]()
         by_rule, begun = self._conditions.by_rule, time.monotonic()

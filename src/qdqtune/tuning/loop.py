@@ -122,7 +122,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
 
 
 def region(run: Run) -> Mode:
-    """Mode region: vary placements pattern by pattern, starting from what mode cut finds in its first builds."""
+    """Mode region: vary placements pattern by pattern; first as mode cut does, if the engine reports layer times."""
     settings, subject, noise = run.settings, run.subject, binding_noise_of(run)
     _tell_of_16_bits(run)
     run.observer.patterns(subject.tuned)

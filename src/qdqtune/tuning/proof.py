@@ -75,7 +75,7 @@ class Proof:
 
 
 def chosen_by_rule(history: Sequence[Trial], run: Run) -> Proof:
-    """What ships from a simulator, where nothing is timed: the placement with the least estimated cost that meets the
+    """Write what ships from a simulator, where nothing is timed: the placement with the least estimated cost within the
     limits, or the float model."""
     placement = Placement() if run.settings.withholds_pairs else best_of(history)
     run.candidates.write_whole(placement, run.settings.output_dir / FINAL)

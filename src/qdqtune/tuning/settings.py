@@ -170,8 +170,8 @@ class Settings(SearchOptions):
 
     @property
     def has_narrow_products(self) -> bool | None:
-        """Whether weights have 7 bits so that products cannot saturate: to be `portable`, or because they would on the
-        other machine that measures. None: if they would on this machine."""
+        """Whether weights have 7 bits, either to be `portable`, or since products would saturate on the other machine
+        that measures. None: this machine's processor decides."""
         if self.machine is None:
             return self.portable or None
         return self.portable or self.machine.products_saturate

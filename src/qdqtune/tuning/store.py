@@ -65,11 +65,7 @@ class Line(msgspec.Struct):
     where: str = ""
 
     def read(self, kind: type[T]) -> T:
-        """The value.
-
-        Raises:
-            EngineRefused: the line has a failure.
-        """
+        """The value. Raises EngineRefused if the line has a failure, BadState if the value does not have this form."""
         if self.failure is not None:
             raise EngineRefused(self.failure)
         try:

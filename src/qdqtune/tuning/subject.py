@@ -140,7 +140,8 @@ class Subject:
 
 
 def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Subject:
-    """Read the model and the first calibration sample, and find regions and patterns, without running the model."""
+    """Read the model and the first calibration sample, and find regions and patterns. Runs the model only if it may be
+    converted to half precision."""
     check_device(settings.engine, runner)
     if settings.front and not settings.has_samples:
         raise BadOption("`front` weighs speed against accuracy, which takes samples: give `calibration_data`")
@@ -331,7 +332,8 @@ class SamplesInTime:
         self.passes -= 1  # not where a single sample was looked at
 
     def bias_samples(self, each: float) -> int:
-        """How many samples can be used to correct biases, at `each` seconds; 0 if not even `LEAST_SAMPLES` can."""
+        """How many samples can be used to correct biases, at `each` seconds; 0, with a note, if not even
+        `LEAST_SAMPLES` can."""
         self.until = max(self.until, part_of(self.ends, self.share))  # the pass that reads them must not end before
         left = self.until - time.monotonic()
         if left >= LEAST_SAMPLES * each:

@@ -96,7 +96,7 @@ def points_of(model: Model, placement: Placement) -> frozenset[GroupPoint]:
 
 
 def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]) -> str:
-    """A text, equal for two groups exactly if operators, wiring, shapes, constants and possible pairs are."""
+    """A text, equal for two groups exactly if operators, wiring, shapes, what is constant, and possible pairs are."""
     model = parts.model
     numbers, wires = dict[str, int](), []
     for node in (model.nodes[n] for n in unit.nodes):
@@ -198,7 +198,7 @@ class GroupSelection:
         return (storing or handing) if stores else (handing or storing)
 
     def placement(self) -> Placement:
-        """The pairs of all chosen schemes; a tensor stored in 8 bits has pairs on all its edges."""
+        """The pairs and weight formats of all chosen schemes; a tensor stored in 8 bits has pairs on all its edges."""
         parts, edges = self.parts, set[Edge]()
         for number in self.decision.quantized:
             option, nodes = self.option(number), parts.units[number].nodes

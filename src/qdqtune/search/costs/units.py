@@ -152,8 +152,8 @@ class Partition:
         return Placement.of(edges, weight_only)
 
     def decision(self, placement: Placement) -> Decision:
-        """The decision that a placement means: the units that it quantizes at least in part, and the tensors that it
-        stores in 8 bits.
+        """The decision that a placement means: the units that it quantizes at least in part, the tensors that it stores
+        in 8 bits, and the weight formats of units.
 
         A unit without weights that reads such tensors and writes floats counts as a float unit behind DQs.
         """
