@@ -142,7 +142,7 @@ def test_a_float_model_that_is_faster_at_one_thread_is_told_of(
 def test_a_busy_machine_is_noted_before_the_run(
     monkeypatch: pytest.MonkeyPatch, load: float, threads: int, said: str | None
 ) -> None:
-    monkeypatch.setattr(contexts, "load", lambda: load)
+    monkeypatch.setattr(contexts, "load_average", lambda: load)
     monkeypatch.setattr(contexts, "usable_cores", lambda: 2)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     note = contexts.busy(EngineSpec("onnxruntime", {"threads": threads}))

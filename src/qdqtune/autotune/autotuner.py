@@ -331,9 +331,8 @@ class QDQAutotunerBase:
             self.current_profile_pattern_schemes = PatternSchemes(key, [*map(InsertionScheme.of, schemes)])
 
     def generate(self) -> int:
-        """The index, in the current pattern's schemes, of the next one to measure: first those of the pattern cache,
-        then new ones. -1 if none is left. A scheme whose placement was measured before gets that latency, and is
-        skipped."""
+        """The index, in the current pattern's schemes, of the next one to measure: first from the pattern cache, then
+        new ones. -1 if none is left. A scheme whose placement was measured before gets that latency and is skipped."""
         self._check_initialized()
         current = self.current_profile_pattern_schemes
         if current is None:

@@ -194,8 +194,8 @@ class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_po
 
 
 def edges_of(pattern: patterns.Pattern, scheme: Scheme) -> frozenset[Edge]:
-    """The edges of a scheme in all instances of a pattern. A compute operator whose data input is among them adds the
-    edge of its weight."""
+    """The edges of a scheme in all instances of a pattern. If the data input of a compute operator is among them, so is
+    its weight."""
     try:
         edges = frozenset().union(*(patterns.resolve(pattern, region, scheme) for region in pattern.instances))
     except ValueError as error:
@@ -272,8 +272,7 @@ def _worthwhile(model: Model, tensor: str, users: Collection[int]) -> set[Resolv
 
 @dataclass(frozen=True)
 class RegionPattern:
-    """A structure that regions share, in one model or several. Patterns are equal if their `digest` is. `size` is the
-    number of nodes."""
+    """A structure of `size` nodes that regions share, also across models. Patterns are equal if their `digest` is."""
 
     signature: str = field(compare=False)
     size: int = field(default=0, compare=False)

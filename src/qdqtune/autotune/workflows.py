@@ -245,9 +245,8 @@ def subgraph_autotuning_workflow(
     incremental_validation: bool = True,
     calibration_data: SamplesLike | None = None,
 ) -> str:
-    """Tune a model by fusion groups, as `qdqtune tune --mode subgraph` does, on the engine of
-    `init_benchmark_instance`, else on trtexec. Without `calibration_data`, there is no limit on accuracy. Returns the
-    path of the final model."""
+    """Tune a model by fusion groups, as `qdqtune tune --mode subgraph` does, on the engine of `init_benchmark_instance`
+    or else trtexec; without `calibration_data` with no limit on accuracy. Returns the path of the final model."""
     benchmark = instance(lambda: TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args))
     options = AutotuneOptions(
         model=Path(model_path),

@@ -97,8 +97,7 @@ def onnxruntime_session(
 
 @contextmanager
 def running(model: Model, execution: Execution = EXECUTION, *, fuse: bool = True) -> Iterator[ModelRun]:
-    """A function that runs a model, one sample after the other. If the model cannot be built, each call raises
-    EngineRefused."""
+    """A function that runs a model on one sample after the other; it raises EngineRefused if the build fails."""
     with _one_at_a_time(model, execution, fuse=fuse) as session:
         yield session.load(model, "observed")
 
@@ -126,7 +125,8 @@ def observe(
 
     Tensors come in batches that fit into `BATCH_BYTES`, in order, and each batch sample by sample. Each batch takes a
     pass over the samples, so these must not be an iterator. With `widen`, half precision becomes float32. Raises as
-    `outputs_on`."""
+    `outputs_on`.
+    """
     is_fused = len(model.nodes) + len(tensors) <= MOST_OPTIMIZED
     with _one_at_a_time(model, execution, fuse=is_fused) as session:
         for batch in _batches(model, tensors, samples, session):

@@ -45,8 +45,7 @@ class Ranges:
     For a model that came with Q/DQ pairs, it also has the ranges of other constants, and `weights` the scales of
     weights. `shifts`: corrections of biases by node name and output channel, for nodes whose input and weight carry
     pairs. `is_given`: the user gave the ranges, so none is widened to share its scale with others. `wide`: ranges for
-    activations in 16 bits, of all values, as clipping gains nothing there; a tensor without one has that of
-    `activations`.
+    activations in 16 bits, of all values, as clipping gains nothing there; where it has none, `activations` counts.
     """
 
     activations: Mapping[str, Range]
@@ -95,8 +94,8 @@ class Quantization:
     axis: int | None = None
 
     def covers(self, low: float, high: float) -> bool:
-        """Whether saturation keeps values in [low, high], up to half a step above: then a clamp to these has no
-        effect."""
+        """Whether saturation keeps all values from `low` to `high`, so that a clamp to these is not needed. Values may
+        exceed `high` by half a step."""
         scale = float(self.scale)
         lowest, highest = ((end - self.zero_point) * scale for end in (self.qtype.low, self.qtype.high))
         return lowest >= low - 5e-7 * scale and highest <= high + 0.5 * scale

@@ -35,7 +35,7 @@ class Terminal(Options):
 
 
 def _parameter(own: Option[Any]) -> click.Parameter:
-    """The click parameter of an option. Its value is text, or a tuple if repeated; None if it is not given."""
+    """The click parameter of an option. Its value is text, a bool, or a tuple if repeated; None or () if not given."""
     shown = click.Choice(own.choices) if own.choices else click.Path()
     more: dict[str, Any] = {"type": None if own.is_switch else str, "shell_complete": shown.shell_complete}
     if own.group is None:

@@ -158,8 +158,8 @@ def _tune_all(jobs: Sequence[TuneOptions], devices: Sequence[Device], more: Mapp
 
 
 def ask(request: Mapping[str, Any], device: Device, pipe: int) -> tuple[int, dict[str, Any]]:
-    """Tune a model on a device in a child process, and print its output, marked by model. Returns exit code and
-    result."""
+    """Tune a model on a device in a child process, and print its output, marked by model. Returns the exit code and the
+    result, which is empty if the child printed none."""
     options = request["options"]
 
     def show(text: str) -> None:
@@ -220,8 +220,7 @@ def jobs_of(models: Iterable[Path], options: TuneOptions) -> Iterator[TuneOption
 
 
 def named(models: Sequence[Path]) -> dict[Path, str]:
-    """A folder name for each model: its file name; if not unique, with its folder's name in front, then with a
-    number."""
+    """A folder name for each model: its file name; if not unique, behind its folder's name; then with a number."""
     stems = Counter(model.stem for model in models)
     names: dict[Path, str] = {}
     for model in models:

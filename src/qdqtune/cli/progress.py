@@ -32,7 +32,7 @@ LINE_SECONDS = 10.0
 
 
 def shown(*, quiet: bool = False, verbose: bool = False) -> Progress:
-    """An observer that prints progress. Without a terminal, or with `verbose`, it prints lines only."""
+    """An observer that prints progress: nothing if `quiet`, lines only if `verbose` or without a terminal."""
     here = console(is_error=True, quiet=quiet)
     return Progress(here, is_moving=here.is_terminal and not here.is_dumb_terminal and not verbose)
 

@@ -139,7 +139,8 @@ def lost_output() -> OSError | None:
 @contextmanager
 def interrupts() -> Iterator[Event]:
     """Handle Ctrl-C: the first one sets the event and raises KeyboardInterrupt, which a library may turn into another
-    error; the second one ends the process. Nothing changes where interrupts are ignored, as in the background."""
+    error; the second one ends the process. Nothing changes outside of the main thread, or where interrupts are ignored,
+    as in the background."""
     happened, before = Event(), signal.getsignal(signal.SIGINT)
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:

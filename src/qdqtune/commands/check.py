@@ -58,9 +58,9 @@ class LayersOptions(EngineOptions, DataOptions, ModelOption):
 
 @dataclass(frozen=True, repr=False)
 class Layers(Shown):
-    """The layers that an engine runs for a model, in order, at these `sizes`; `numbers` is the format of its pairs.
-
-    `machine` is the remote machine, if any; `described` is what the engine says of itself, None if read from a file."""
+    """The layers that an engine runs for a model, in order, with inputs of these `sizes`; `numbers` is the format of
+    its pairs. `machine` is the remote machine, if any; `described` is what the engine says of itself (None: read from a
+    file)."""
 
     engine: str
     layers: tuple[Layer, ...]
@@ -112,7 +112,7 @@ def layers(options: LayersOptions, observer: Observer | None = None) -> Layers:
 
 
 def _profile(options: LayersOptions, graph: Model) -> Layers:
-    """Read the report that `graph_json` names, or run the model on the engine. Without times if they mean nothing."""
+    """Read the report that `graph_json` names, or run the model on the engine. Times of a simulator are left out."""
     path = options.model
     is_fp8 = any(info.dtype == TensorProto.FLOAT8E4M3FN for info in graph.tensors.values())
     quant_type: QuantType = "fp8" if is_fp8 else "int8"
@@ -158,8 +158,8 @@ class CheckOptions(LayersOptions):
 @dataclass(frozen=True, repr=False)
 class Checked(Shown):
     """What an engine does not fuse in a Q/DQ model. `measured`: a search has proven these pairs faster on this engine,
-    so no finding counts as a failure. `profile` has no layers if the model has no pairs, except for execution
-    providers: `fallback` has the nodes that they leave to others."""
+    so no finding counts as a failure. `fallback` has the nodes that an execution provider leaves to others; None for
+    other engines. `profile` has no layers if the model has no pairs and `fallback` is None."""
 
     model: Path
     graph: Model

@@ -131,6 +131,8 @@ class GateOptions(Options):
 
 @dataclass(frozen=True)
 class Gated:
+    """What became of a limit on a file: `limit` names it, `told` says what was measured."""
+
     file: str
     limit: str
     outcome: Outcome
@@ -196,6 +198,7 @@ class Comparison(Shown):
 
     @property
     def ratio(self) -> Ratio | None:
+        """The ratio of the second file, at the first number of threads."""
         return self.rows[0].ratio
 
     @property
@@ -267,7 +270,12 @@ def compare(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Comparison:
     """Time every other file against the first, in the same rounds on fresh builds of all. `shapes` are those of random
-    inputs, by input name, unless options set them."""
+    inputs, by input name, unless options set them. A file that the engine refuses has a row with the reason.
+
+    Raises:
+        InputError: options do not go together, or the files take different inputs.
+        EngineUnavailable, EngineFailure: the engine is not available, or does not run the first file.
+    """
     execution, machine = on_device(options.on, execution_of(options))
     workloads = options.workloads
     usual = usual_threads() if machine is None else machine.physical_cores
@@ -504,8 +512,7 @@ def compare_files(
 
 
 def _raced(racer: Racer, first: Path, others: Sequence[Path]) -> dict[str, tuple[Compared, ...] | str]:
-    """How each file compares with the first, or why it does not run; if the engine fails with several, each runs
-    alone."""
+    """How each file compares with the first, or why it does not run; if they fail together, each runs alone."""
     try:
         race = racer.race([first, *others], [(0, 1 + at) for at in range(len(others))], "compare")
     except EngineRefused as refused:

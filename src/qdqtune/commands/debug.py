@@ -122,7 +122,8 @@ class Damage:
 
 def noise(reference: Outputs, outputs: Outputs) -> float:
     """The power of the error relative to the signal, for the worst output or a destroyed slice of one. For integer
-    outputs, such as class numbers: the share of values that differ, if that is larger."""
+    outputs, such as class numbers: the share of values that differ, if that is larger. `UNBOUNDED_NOISE` if values are
+    not finite, or have other shapes."""
     if not is_finite(outputs):
         return UNBOUNDED_NOISE
     shapes = ((r[name].shape, o[name].shape) for r, o in zip(reference, outputs, strict=True) for name in r)
@@ -182,7 +183,8 @@ class SwitchedPairs:
         return there
 
     def ranking(self) -> dict[str, float]:
-        """The noise that the pairs of each tensor cause alone, the largest first."""
+        """The noise that each tensor's pairs cause alone, the largest first; if there are many, estimated
+        (`halved`)."""
         if len(self.tensors) <= INFERENCES:
             alone = [self.noise([tensor]) for tensor in self.tensors]
         else:
@@ -438,7 +440,8 @@ def _range(ends: tuple[float, float]) -> str:
 
 
 def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
-    """Find what breaks the outputs of a quantized model. Models and samples lie in files (see `on_disk`)."""
+    """Find what breaks the outputs of a quantized model. Models and samples lie in files (see `on_disk`). Raises
+    BadModel if there is no pair to examine, BadOption without samples, EngineFailure if a model does not run."""
     observer, model = observer or Silent(), options.model
     observer.stage(f"reading {model.name}")
     plain, file, quantized = _models(options)

@@ -197,7 +197,7 @@ def _array(values: object) -> npt.NDArray[np.generic]:
 
 @contextmanager
 def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
-    """Yield a name under which the function can be imported as a metric. It changes with the function's code."""
+    """Yield `metric`; for a function a name by which it can be imported, which changes with the function's code."""
     if metric is None or isinstance(metric, str):
         yield metric
         return
@@ -220,7 +220,7 @@ def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
 
 
 def check_options(options: Options) -> None:
-    """Check that a command may write the files that its options name, or that it writes by default."""
+    """Raise an error if a command must not write the files that its options name, or that it writes by default."""
     outputs, of_engine = list[Output](), getattr(options, "engine_options", None) or {}
     inputs = {"plugin libraries": [Path(library) for library in libraries_in(of_engine)]}
     for name, own in options_of(type(options)).items():

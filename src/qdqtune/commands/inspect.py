@@ -114,7 +114,8 @@ def inspect(options: InspectOptions, observer: Observer | None = None) -> Inspec
 
 
 def overview_of(model: Model) -> dict[str, Any]:
-    """A model's inputs, outputs and operators, as JSON values. `products` can have pairs on both inputs."""
+    """A model's inputs, outputs and operators, as JSON values. `all_products` counts `COMPUTE` nodes, `products` those
+    that can have pairs on both inputs."""
     products = [node for node in model.nodes if node.op in COMPUTE and not node.domain]
     refusals = []
     for node in products:

@@ -127,8 +127,7 @@ def residual() -> onnx.ModelProto:
 
 
 def transformer(head: int) -> onnx.ModelProto:
-    """A transformer layer with heads of size `head`: attention (one product makes queries, keys and values) and an
-    MLP."""
+    """A transformer layer with heads of size `head`: attention (one product makes Q, K and V) and an MLP."""
     width = HEADS * head
     nodes = f"""
         {_norm("x", "n", width)} {_product("n", "all", width, 3 * width)} apart = Reshape(all, five)

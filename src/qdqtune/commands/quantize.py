@@ -277,9 +277,10 @@ def _matching(model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -
 class Quantized(Shown):
     """What `quantize` has written, and its accuracy.
 
-    `sqnr_db` is that of the worst output against the float model on `judged` samples; None if outputs are equal, or not
-    finite. `agreement` is the share of integers or best classes that are as in float, if any; `scores` are the outputs
-    with these classes. `measured` is the user's metric before and after. `damages` ranks tensors, the worst first.
+    `sqnr_db` is that of the worst output against the float model on `judged` samples; None if outputs are equal, not
+    finite, or not compared. `agreement` is the share of integers or best classes that are as in float, if any; `scores`
+    are the outputs with these classes. `measured` is the user's metric before and after. `damages` ranks tensors, the
+    worst first; None without a report.
     """
 
     options: QuantizeOptions

@@ -84,17 +84,19 @@ def is_free(device: Device) -> bool:
     return False
 
 
-def load() -> float:
+def load_average() -> float:
     """The system's load average over the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def needs_gpu(spec: EngineSpec) -> bool:
+    """Whether each worker needs a GPU of its own: not if it only builds for a GPU elsewhere (option `target`). An
+    execution provider without a record is assumed to need one."""
     return (spec.facts.is_gpu and not spec.options.get("target")) or spec.facts.unwatched is not None
 
 
 def cores_for(spec: EngineSpec, given: int | None) -> int:
-    """The cores of each worker: `given`, by default as many as the engine has threads."""
+    """The cores of each worker: `given`, by default as many as the engine has threads; fewer raise BadOption."""
     threads = spec.options.get("threads")
     least = threads if isinstance(threads, int) and threads > 0 else 1
     if given is not None and given < least:

@@ -105,8 +105,7 @@ class EngineFacts:
 
     @property
     def unwatched(self) -> str | None:
-        """A warning for users of a provider that has no record here, as what it leaves to the CPU is not checked; else
-        None."""
+        """A warning about a provider without a record here: what it leaves to the CPU is not checked; else None."""
         if not self.ep or self.ep in OF_EP:
             return None
         return f"{self.ep} has no table in qdqtune: nobody looks at what it leaves to the CPU"
@@ -115,8 +114,7 @@ class EngineFacts:
         """The default precision of nodes that stay in float; an unknown version counts as recent.
 
         It is float16 for the TensorRT family, which takes types from the graph: in float32 only quantized nodes would
-        be fast there, and attention would not be fused, so that most of the gain of 8 bits would be that of half
-        precision.
+        be fast there, attention would not be fused, and most of the gain of 8 bits would be that of half precision.
         """
         major = version.partition(".")[0]
         return "fp32" if major.isdecimal() and int(major) < self.types_since else self.precision

@@ -177,7 +177,7 @@ def latency(model: onnx.ModelProto, threads: int = 1, inputs: Tensors = MappingP
 
 
 class CostModels:
-    """The cost models of one file: one for each set of sizes of its open inputs."""
+    """The cost models of one file: one for each set of sizes of its dynamic inputs."""
 
     def __init__(self, model: onnx.ModelProto, threads: int) -> None:
         self._model, self._threads = model, threads

@@ -15,7 +15,7 @@ FEW = 3
 
 @dataclass(frozen=True)
 class Left:
-    """A node that the provider leaves to another, and why. The file lacks one that ONNX Runtime inserted."""
+    """A node that the provider leaves to another, and why. Nodes that ONNX Runtime inserted are not in the file."""
 
     node: str
     reason: str

@@ -11,7 +11,8 @@ from qdqtune.types import NumericFormat, QType, QuantType, WeightFormat
 
 
 def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
-    """The number types of Q/DQ pairs for an engine with default options on this machine's processor."""
+    """The number types of Q/DQ pairs for an engine with default options on this machine's processor. Raises BadOption
+    if it has no FP8 kernels and `quant_type` is fp8."""
     facts = facts_of(engine)
     numbers = facts.numbers if quant_type == "int8" else facts.fp8
     if numbers is None:

@@ -128,8 +128,7 @@ PLAIN_OPTIONS = frozenset({
 
 
 def plain(spec: EngineSpec) -> tuple[EngineSpec, list[str]]:
-    """The engine that an untrusted file describes, with its `PLAIN_OPTIONS` only; and the names of the options left
-    out."""
+    """The engine that an untrusted file describes, with `PLAIN_OPTIONS` only; and the names of options left out."""
     spec = normal(spec)
     options = {name: value for name, value in spec.options.items() if name in PLAIN_OPTIONS}
     return EngineSpec(spec.name, options), [name for name in spec.options if name not in options]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qdqtune.engines.devices import load, physical_cores, usable_cores
+from qdqtune.engines.devices import load_average, physical_cores, usable_cores
 from qdqtune.engines.facts import facts_of
 
 Architecture = Literal["x86", "ARM", ""]
@@ -87,7 +87,7 @@ def this_machine() -> MachineFacts:
         machine=platform.machine(),
         products_saturate=products_saturate(),
         system=platform.platform(),
-        load=load(),
+        load=load_average(),
     )
 
 

@@ -1,9 +1,8 @@
 """ONNX Runtime, on the CPU unless another execution provider is asked for.
 
 Layers are read from the profile of a session and from the optimized graph that it wrote. The optimizer keeps most
-names. A fused node has the name of one of its nodes with a suffix (`conv_nchwc`, `fc/MatMulAddFusion`,
-`add_token_3`), or writes the tensor of the last of them. An inserted node reads or writes tensors that the model does
-not have.
+names. A fused node has the name of one of its nodes with a suffix (`conv_nchwc`, `fc/MatMulAddFusion`, `add_token_3`),
+or writes the tensor of the last of them. An inserted node reads or writes tensors that the model lacks.
 """
 
 from __future__ import annotations
@@ -214,8 +213,7 @@ class OnnxRuntimeModel:
     def _seconds(self, binding: ort.IOBinding, runs: int) -> float:
         """Seconds per inference. The first one allocates the outputs, the others reuse them.
 
-        Where an output has another shape than the model declares, ONNX Runtime refuses to reuse it: then each allocates
-        anew.
+        Where an output has another shape than declared, ONNX Runtime refuses to reuse it: then each allocates anew.
         """
         start = time.perf_counter()
         for run in range(runs):
@@ -270,8 +268,7 @@ class OnnxRuntimeModel:
         """Write the optimized model as an ONNX file, and load it. If the model has external data or more than 2 GB, its
         constants go to `<name>.data` beside it.
 
-        The file holds the fusions that any machine can use. Layouts are chosen later, for the CPU on which the file is
-        opened.
+        The file holds the fusions that any machine can use; layouts are chosen on the CPU where it is opened.
         """
         is_split = bool(data_files(self._path)) or nbytes(self._path) >= ONE_FILE_LIMIT
         entries = {CONSTANTS_FILE: f"{path.name}.data"} if is_split else {}
@@ -486,8 +483,7 @@ def _kind(node: onnx.NodeProto, names: Sequence[str]) -> LayerKind:
 
 
 def _precision(node: onnx.NodeProto, event: Mapping[str, Any]) -> str:
-    """The precision of a node: INT8 if a kernel reads 8-bit values, W4 or W8 if only its weights are quantized, else
-    the type that it writes."""
+    """INT8 if a kernel reads 8-bit values, W4 or W8 if only its weights are quantized, else the type that it writes."""
     if node.op_type == "DynamicQuantizeMatMul":
         return "INT8"
     if node.op_type == "MatMulNBits":

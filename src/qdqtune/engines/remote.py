@@ -255,7 +255,7 @@ class FarSession(Session):
         self._lease = ExitStack()
 
     def answer(self, name: str, *arguments: Any) -> Any:
-        """Answer one request. All but the first two below have pickled arguments, with large arrays by digest."""
+        """Answer one request. All but `missing` and `put` have pickled arguments, with large arrays by digest."""
         if name not in ("missing", "put"):
             request, digests = arguments
             arrays = [np.fromfile(self._folder / digest, np.uint8) for digest in digests]
@@ -266,7 +266,7 @@ class FarSession(Session):
         return good, result
 
     def missing(self, digests: Sequence[str]) -> list[str]:
-        """Which of these contents have to be sent. If too much is kept, all that nothing needs is removed first."""
+        """Which of these contents have to be sent. If too much is kept, what no loaded model uses is removed first."""
         spare = self._sizes.keys() - set(digests).union(*self._constants.values())
         if sum(self._sizes[digest] for digest in spare) > MOST_KEPT:
             for digest in spare:

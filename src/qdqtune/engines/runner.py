@@ -180,8 +180,7 @@ class Runner:
     # Inferences
 
     def outputs(self, handle: Handle, samples: Iterable[Tensors], at_once: int = 1) -> list[dict[str, Array]]:
-        """The graph outputs for each sample; values may be NaN. `at_once` samples run in parallel (ONNX Runtime
-        can)."""
+        """The graph outputs for each sample; values may be NaN. ONNX Runtime can run several samples `at_once`."""
         results: list[dict[str, Array]] = []
         waiting, what = iter(samples), f"running {handle.path.name}"
         while part := list(itertools.islice(waiting, 1 if at_once == 1 else AHEAD * at_once)):
@@ -233,8 +232,8 @@ class Runner:
         one after the other. Before the first round, each model runs `warmup` inferences.
 
         Engines that start a process for each turn are not warmed up. With a single workload, round r then runs on
-        `samples[r]`, if that exists and has the same shapes, and keeps the outputs of all models but the first for a
-        later call of `outputs`.
+        `samples[r]`, if that exists and has the same shapes, and keeps outputs of all models but the first for
+        `outputs`.
         """
         these = samples[numbers.start : numbers.stop] if self.starts_processes else ()
         builds = tuple(handle.build for handle in handles)
@@ -244,8 +243,7 @@ class Runner:
         return cast(Times, self._ask_of(handles, *request, what=f"timing {_names(handles)}", extra=extra))
 
     def timed(self, handle: Handle, count: int, turn_seconds: float) -> Times:
-        """The times of one model alone in `count` rounds. Single inferences (short turns) take longer per inference
-        than long turns."""
+        """The times of one model alone in `count` rounds; the shorter its turns, the longer an inference takes."""
         turns = self.turns([handle], turn_seconds)
         return self.rounds([handle], range(count), seed=0, turns=turns, warmup=0)
 

@@ -1,9 +1,8 @@
 """The worker process, which holds an engine: `python -m qdqtune.engines.worker`.
 
-It reads requests `(name of a Session method, arguments)` from its standard input, and answers each with
-`(True, result)` or `(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in
-its log. Engines may print to standard output. The process ends when its input closes, however its parent died. This
-needs POSIX.
+It reads requests `(name of a Session method, arguments)` from standard input, and answers each with `(True, result)` or
+`(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in its log. Engines may
+print to standard output. The process ends when its input closes, however its parent died. It needs POSIX.
 """
 
 from __future__ import annotations
@@ -140,8 +139,7 @@ class Session:
         self._built(number).save(path)
 
     def probe(self, numbers: Sequence[int], turn_seconds: float) -> list[Turn]:
-        """How many inferences each workload's turns have (`Turn`): enough for the slowest of these models to fill its
-        part of `turn_seconds`."""
+        """The turn of each workload, in which the slowest of these models fills its part of `turn_seconds`."""
         if self._is_launched:  # the process chooses how often it runs the model
             return [Turn.of(0.0, 0.0, self._turn_seconds)] * len(self._mix)
         slowest = [max(_quickest(self._built(n, w.threads), w.inputs) for n in set(numbers)) for w in self._mix]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from qdqtune.engines import EngineSpec, threads_of
-from qdqtune.engines.devices import load, usable_cores
+from qdqtune.engines.devices import load_average, usable_cores
 from qdqtune.engines.machine import MachineFacts, simulated
 from qdqtune.engines.runner import as_workloads
 from qdqtune.errors import BadOption
@@ -82,7 +82,7 @@ def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
         return None
     threads = threads_of(engine) or 1
     if machine is None:
-        usable, cores, processes, where = usable_cores(), os.cpu_count() or 1, load() or 0.0, "this machine"
+        usable, cores, processes, where = usable_cores(), os.cpu_count() or 1, load_average() or 0.0, "this machine"
     else:
         usable, cores, processes, where = machine.cores, machine.cores, machine.load or 0.0, machine.where
     if threads > usable:

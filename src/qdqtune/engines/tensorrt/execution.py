@@ -22,8 +22,7 @@ NUMPY_TYPES: Mapping[str, Any] = {
 
 
 class CudaError(Exception):
-    """A call of CUDA failed. Mostly the device is then lost to the process, so this is not caught and ends the
-    worker."""
+    """A call of CUDA failed. Mostly the device is lost to the process, so this is not caught and ends the worker."""
 
 
 class Cuda:

@@ -61,7 +61,7 @@ class TensorRtOptions:
         return None
 
     def shapes(self, name: str) -> Span | None:
-        """The option for an input's sizes; None if the user gave none."""
+        """The sizes that the user gave for an input; None if there are none."""
         return Span.of(*((getattr(self, option) or {}).get(name) for option in SHAPE_OPTIONS))
 
     def described(self) -> dict[str, str]:
@@ -116,8 +116,7 @@ def _may_be_timing_cache(path: Path) -> bool:
 
 
 def spans(spec: EngineSpec) -> dict[str, Span]:
-    """Smallest, usual and largest sizes by input, from the options of the engine and from trtexec_args, which take
-    precedence."""
+    """Smallest, usual and largest sizes by input, from the engine's options; trtexec_args take precedence."""
     if not spec.facts.is_tensorrt:
         return {}
     given = [dict(spec.options.get(name) or {}) for name in SHAPE_OPTIONS]

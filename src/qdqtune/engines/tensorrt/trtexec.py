@@ -229,7 +229,7 @@ class Trtexec:
         return any(flag_name(flag) in flags for flag in self.arguments)
 
     def shape_flags(self, sizes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Flags for dynamic inputs: the shapes that the user gave, else `sizes`."""
+        """Flags for dynamic inputs: the shapes that the user gave, else `sizes`; none if `trtexec_args` has some."""
         if self._sets(SHAPE_FLAGS) or not sizes:
             return []
         spans = {name: self.options.shapes(name) for name in sizes}
