@@ -53,6 +53,7 @@ def one_of(names: Iterable[str], value: Any) -> str:
 
 
 def number_in(least: float, most: float, make: type, words: Sequence[str], value: Any) -> Any:
+    """The value as a number of type `make`, from `least` to `most`, or one of `words`, of which `none` becomes None."""
     if isinstance(value, str) and value in words:
         return None if value == "none" else str(value)
     if value is None and "none" in words:
@@ -233,11 +234,13 @@ class Option(Generic[Out]):
 
     @property
     def usual(self) -> str:
+        """The default as help shows it; empty if there is none to show."""
         if self.default_in_words or self.default is REQUIRED or self.default in (None, (), "", False):
             return self.default_in_words
         return "on" if self.default is True else str(self.default).removesuffix(".0")
 
     def read(self, value: Any) -> Any:
+        """The value of the field: converted, unless it is the default. Raises BadOption."""
         if value is self.default or (value is None and (self.default is None or self.is_switch)):
             return self.convert(None) if self.is_repeated else value
         if isinstance(value, bool) is not self.is_switch or (value is None and self.default is REQUIRED):

@@ -311,8 +311,8 @@ class QDQAutotunerBase:
 
     def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
         """Make `region` the current one, or none if it is None. With `commit`, the pattern of the previous region is
-        done, and its best scheme is kept if faster. If the pattern of `region` is done, or no pair can stand in it,
-        there is no current region, and `current_profile_pattern_schemes` is None."""
+        done if a scheme of it was measured; the best one is kept if faster. If the pattern of `region` is done, or no
+        pair can stand in it, there is no current region, and `current_profile_pattern_schemes` is None."""
         self._check_initialized()
         if commit:
             self._best = self._best_so_far()

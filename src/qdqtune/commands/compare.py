@@ -100,6 +100,7 @@ class GateOptions(Options):
     )
 
     def of_speed(self, file: str, ratio: Ratio | None) -> Iterator[Gated]:
+        """The outcome of `fail_below` for a file; nothing if it is not set."""
         if (least := self.fail_below) is None:
             return
         limit, told = f"at least {least:g}x as fast", "not timed" if ratio is None else ratio.speedup
@@ -111,6 +112,7 @@ class GateOptions(Options):
             yield Gated(file, limit, "undecided", told)
 
     def of_outputs(self, file: str, accuracy: Accuracy | None, unlike: str) -> Iterator[Gated]:
+        """The outcomes of `min_sqnr` and `min_agreement`, if set. `unlike` says why outputs cannot be compared."""
         for limits, limit in (
             (Limits(min_sqnr=self.min_sqnr), f"output SQNR of at least {self.min_sqnr or 0:g} dB"),
             (Limits(min_agreement=self.min_agreement), f"agreement of at least {self.min_agreement or 0:.4g}"),
