@@ -58,7 +58,7 @@ def test_a_build_takes_what_a_unit_is_estimated_to_take(tuned: tuple[Path, Resul
         built = open_engine(EngineSpec("fake")).build(tmp_path / "m.onnx", tmp_path / "log")
         return sum(layer.time_ms or 0.0 for layer in built.layers({}, 1))
 
-    told = {unit: table.row(unit) for unit in table.parts.units if table.row(unit).more_ms}
+    told = {unit: row for unit in table.parts.units for row in table.rows(unit) if row.more_ms}
     sources = {row.nodes[0]: (row.source, row.state) for row in told.values()}
     assert sources == {"skip": ("measured", "8 bits"), **dict.fromkeys(("third", "head"), ("estimated", "float"))}
     for unit, row in told.items():
@@ -223,7 +223,7 @@ def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_
     assert row((both, Failure("build", "no memory"))).reason == "not tried"
     together = row((both, SLOWER))
     assert together.reason == "not tried"
-    assert "a build with 2 more tensors was 0.83x as fast as float, and what ships 1.00x" in together.detail
+    assert "a build with 2 more tensors was 0.83x as fast as float in the search" in together.detail
     run = made_up(tmp_path, (alone, FASTER), model=chain, limits=Limits(min_sqnr=40.0))
     vars(run)["history"] = (replace(run.history[0], holds=False),)
     missed = by_name(explanations(run))["b"]
@@ -237,13 +237,14 @@ def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_
     too_coarse = made_up(tmp_path, (both, FASTER), (alone, SAME), model=chain, limits=Limits(min_sqnr=40.0))
     vars(too_coarse)["history"] = tuple(replace(trial, holds=False) for trial in too_coarse.history)
     rows = by_name(explanations(too_coarse))
-    assert (rows["a"].reason, rows["b"].reason) == ("accuracy limit", "no gain beyond noise")
+    assert (rows["a"].reason, rows["b"].reason) == ("accuracy limit, together", "no gain beyond noise")
+    assert "only tried together with others: a candidate with it and 1 other node in 8 bits" in rows["a"].detail
     may_be = row((both, FASTER[:3]))
     assert may_be.reason == "not tried"
     unmet = made_up(tmp_path, (both, FASTER[:3]), model=chain)
     vars(unmet).update(history=(replace(unmet.history[0], holds=False),), limits=Limits(min_sqnr=40.0))
     vars(unmet)["summary"] |= {"constraint_met": False}
-    assert by_name(explanations(unmet))["b"].reason == "accuracy limit"
+    assert by_name(explanations(unmet))["b"].reason == "accuracy limit, together"
     assert "1.25x as fast as float in the search, but the output SQNR of all samples is 30.0 dB" in rows["a"].detail
 
 
@@ -262,7 +263,7 @@ def test_where_no_build_with_a_unit_in_8_bits_was_as_fast_as_float_the_best_of_t
     vars(run)["history"] = (replace(run.history[0], layers=ran("a", "b", a=1.05, b=1.55, c=1.0)),)
     row, slower = (by_name(explanations(run))[name] for name in ("a", "b"))
     assert (slower.reason, slower.more_ms) == ("slower in 8 bits", None)
-    assert slower.detail == "in 8 bits it is estimated to make the model slower; no build shows by how much"
+    assert slower.detail == "estimated slower with it in 8 bits; not measured"
     assert (row.reason, row.more_ms) == ("slower together", None)
     assert row.detail == "with 1 other node in 8 bits the model was 0.83x as fast as float when tried"
 
@@ -292,7 +293,7 @@ def test_what_got_slower_is_told_why_and_times_that_contradict_each_other_are_to
     vars(run).update(float_layers=together)
     vars(run)["summary"] |= {"final_ms": 3.2}
     rows = by_name(explanations(run))
-    assert "in the float model it is a part of one kernel with a, and its time there a guess" in rows["b"].detail
+    assert rows["b"].float_with == "a"  # its share of their kernel is a guess
     assert units.disturbance(run) == ""
     assert run.spent["c"] == run.float_spent["c"]  # the same kernel
     vars(run).update(shipped_layers=ran("a", "c", a=1.5, b=1.2, c=0.5))  # another, as behind a Q that was moved
@@ -353,6 +354,27 @@ def test_sums_are_by_state_and_reason_with_the_most_time_first() -> None:
     assert (in_8_bits.nodes, in_8_bits.ms, in_8_bits.float_ms) == (("a", "b", "c"), 3.0, 8.0)
 
 
+def test_a_row_tells_of_each_node_what_the_engine_reports_of_it(tmp_path: Path) -> None:
+    """A LeakyRelu in float inside an 8-bit unit, a product in 8 bits inside one that was slower so, a Relu removed."""
+    net = "net (float[8,64] x) => (float[8,64] y) { [a] p = MatMul(x, w0) [b] q = LeakyRelu(p) [c] r = Relu(q)"
+    model = build(net + " [d] y = Sigmoid(r) }", {"w0": normal(64, 64)})
+    inside = placed(model, "a", "b", "c")
+    around = Placement.of(edge for edge in inside.edges if edge.tensor != "p")
+    in_8_bits = Layer("a", ("a",), "INT8", 0.5, "compute"), *ran(b=0.2, d=0.1)
+    floats = Layer("a", ("a", "b"), "FP32", 1.0, "compute"), *ran(c=0.1, d=0.1)
+    run = made_up(tmp_path, (around, SLOWER), (inside, SLOWER), model=model, placement=around, float_layers=floats)
+    first, second = run.history
+    vars(run).update(shipped_layers=in_8_bits, history=(replace(first, layers=in_8_bits), second))
+    rows = by_name(explanations(run))
+    assert [(rows[name].state, rows[name].reason) for name in "abc"] == [
+        ("8 bits", ""), ("float", "not between pairs"), ("nowhere", "")]  # fmt: skip
+    slow = replace(in_8_bits[0], time_ms=2.0), *in_8_bits[1:]
+    history = replace(first, layers=ran(a=1.0, b=0.2, d=0.1)), replace(second, layers=slow)
+    vars(run).update(placement=Placement(), shipped_layers=floats, history=history)
+    row = by_name(explanations(run))["a"]
+    assert (row.nodes, row.state, row.reason) == (("a", "b"), "float", "slower in 8 bits")
+
+
 def test_what_this_engine_always_computes_in_float_has_no_kernel_whatever_candidates_missed(tmp_path: Path) -> None:
     """The Add is in 8 bits in front of a pair, or inside an 8-bit product: that says nothing of the Tanh behind it."""
     net = "net (float[8,64] x) => (float[8,64] y) { [a] p = MatMul(x, w0) [b] q = Add(p, k) [c] y = Tanh(q) }"
@@ -365,14 +387,14 @@ def test_what_this_engine_always_computes_in_float_has_no_kernel_whatever_candid
     vars(run)["summary"] |= {"engine": {"engine": "onnxruntime"}, "final_ms": 3.2}
     rows = by_name(explanations(run))
     assert rows["a"].why.startswith("an 8-bit product that finds the scale of its input in every inference: part of")
-    assert (rows["c"].nodes, rows["c"].state, rows["c"].precision) == (("b", "c"), "float", "fp32")
+    assert (rows["b"].nodes, rows["b"].state, rows["b"].why) == (("b",), "8 bits", "the kernel of a computes it")
+    assert (rows["c"].nodes, rows["c"].state, rows["c"].precision) == (("c",), "float", "fp32")
     assert rows["c"].why == "no kernel for this operator: this engine computes Tanh in float, with or without pairs"
     vars(run).update(float_layers=ran(a=1.0, b=1.0, c=1.0))
     vars(run)["summary"] |= {"shipped": "tuned"}
     del vars(run)["float_spent"]
     product_row, bias = (by_name(explanations(run))[name] for name in ("a", "b"))
-    assert (bias.state, bias.precision) == ("8 bits, dynamic", "float")
-    assert bias.why == "the kernel of a computes it too, in float"
+    assert (bias.state, bias.precision, bias.why) == ("8 bits", "int8", "the kernel of a computes it")
     assert (product_row.source, product_row.more_ms) == ("measured", pytest.approx(0.8))
 
 

@@ -12,7 +12,6 @@ from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.errors import BadOption
 from qdqtune.explanation.formatting import tail
 from qdqtune.explanation.result_rows import verdict
-from qdqtune.explanation.unfused import is_float
 from qdqtune.explanation.units import Explanation, disturbance, explanations, shipped_origin, tally, total
 from qdqtune.options import FILE, REQUIRED, TEXT, File, Options, meant
 from qdqtune.tuning.finished import read_run
@@ -102,10 +101,8 @@ def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation,
 
 
 def _runs_in(row: Explanation) -> str:
-    if row.state.startswith("8 bits") and is_float(row.precision):
-        return "part of an 8-bit kernel"
     return f"{row.state}{row.precision and f', {row.precision}'}"
 
 
 def _times(row: Explanation) -> tuple[str, str]:
-    return milliseconds(row.ms), milliseconds(row.float_ms)
+    return milliseconds(row.ms), f"with {row.float_with}" if row.float_with else milliseconds(row.float_ms)

@@ -18,7 +18,7 @@ of a single small one is lost in noise. The first of these facts that is availab
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -30,8 +30,8 @@ from qdqtune.engines.facts import ENGINES, OF_EP
 from qdqtune.errors import Failure
 from qdqtune.explanation.formatting import counted, origin_in_words
 from qdqtune.explanation.unfused import is_float, is_low
-from qdqtune.graph.model import Model
-from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
+from qdqtune.graph.model import Model, Node
+from qdqtune.graph.operators import ASKS_SHAPE, CLAMPS, COMPUTE
 from qdqtune.numerics.accuracy import decibels
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
@@ -50,12 +50,14 @@ Reason = Literal[
     "",
     "no kernel for this operator",
     "excluded by your options",
+    "not between pairs",
     "slower in 8 bits",
     "conversions cost more than it saves",
     "no gain beyond noise",
     "slower together",
     "not proven",
     "accuracy limit",
+    "accuracy limit, together",
     "its build failed",
     "not tried",
 ]
@@ -66,6 +68,9 @@ WITHOUT_KERNEL = ASKS_SHAPE | {"ConstantOfShape", "EyeLike", "IsInf", "IsNaN", "
 
 IN_ADVANCE = "computed in advance"
 """The state of a unit that the engine computes when it is built, not in an inference."""
+
+NOWHERE = "nowhere"
+"""The state of a Relu or Clip that the engine removes, since the Q behind it clamps to the same range."""
 
 NOISE = 0.02
 """Relative changes of the latency up to this count as noise: builds of the same file differ as much."""
@@ -81,14 +86,17 @@ had at most 0.1, disturbed ones 0.4 and more."""
 
 @dataclass(frozen=True)
 class Explanation:
-    """A row of the table: a unit, and why it runs as it does. Times are in ms, and include conversions at its borders.
+    """A row of the table: a unit, or a part of it that the engine runs in another precision than the rest, and why it
+    runs so. Times are in ms, and include conversions at its borders.
 
-    `state` is "8 bits", "16 bits", "float", "elsewhere" (another execution provider runs it), "computed in advance", or
-    names the bits of its weights if only these are quantized. `precision` is what the engine reports, or "". `ms` is
-    the time in the file that ships (`conversion_ms` of it in conversions), `float_ms` that in the float model; summed
-    over all units, they are the measured latencies. `more_ms` is how much the latency would grow if this unit and
-    `alike` others of equal operators and shapes switched precision (8 bits or float); `source` says where that comes
-    from. A time is None if unknown, and `more_ms` if it is within noise.
+    `state` is "8 bits", "16 bits", "float", "elsewhere" (another execution provider runs it), "computed in advance",
+    "nowhere" (a clamp that the Q behind it does), or names the bits of its weights if only these are quantized.
+    `precision` is what the engine reports, or "". `ms` is the time in the file that ships (`conversion_ms` of it in
+    conversions), `float_ms` that in the float model; summed over all units, they are the measured latencies. If the
+    float model runs it in one kernel with others, its share of that is a guess: `float_with` names one of them.
+    `more_ms` is how much the latency would grow if this unit and `alike` others of equal operators and shapes switched
+    precision (8 bits or float); `source` says where that comes from. A time is None if unknown, and `more_ms` if it is
+    within noise.
     """
 
     nodes: tuple[str, ...]
@@ -103,6 +111,7 @@ class Explanation:
     reason: Reason = ""
     detail: str = ""
     conversion_ms: float = 0.0
+    float_with: str = ""
 
     @property
     def why(self) -> str:
@@ -119,15 +128,19 @@ def and_others(alike: int) -> str:
     return f"it and {alike} like it" if alike else "it"
 
 
-def _estimated(alike: int, change: float, most: float, is_guess: bool, source: str = "estimated") -> str:
-    """A text about a relative `change` of the latency, up to `most` of it noise; without a figure if it `is_guess`, as
-    guesses may be many times too high."""
-    effect = f"{'save' if is_guess else 'change the latency by'} less than {NOISE:.0%}{' of the latency' * is_guess}"
-    if abs(change) > NOISE:
-        doubt = "no build shows by how much" if is_guess else f"this run's noise is {most:.0%}"
-        amount = "" if is_guess else f"{abs(change):.0%} "
-        effect = f"make the model {amount}{'slower' if change > 0 else 'faster'}; {doubt}"
-    return f"{and_others(alike)} {'are' if alike else 'is'} {source} to {effect}"
+def _estimated(where: str, alike: int, change: float, most: float, is_guess: bool, source: str = "estimated") -> str:
+    """A text about a relative `change` of the latency with a unit in `where`, up to `most` of it noise; without a
+    figure if it `is_guess`, as guesses may be many times too high."""
+    units = and_others(alike)
+    if abs(change) <= NOISE:
+        least = f"less than {NOISE:.0%}"
+        effect = f"save {least} of the latency" if is_guess else f"change the latency by {least}"
+        return f"in {where} {units} {'are' if alike else 'is'} {source} to {effect}"
+    direction = "slower" if change > 0 else "faster"
+    if is_guess:
+        return f"estimated {direction} with {units} in {where}; not measured"
+    estimate = f"estimate {abs(change):.0%} {direction}, below this run's noise of {most:.0%}"
+    return f"not known with {units} in {where}: {estimate}"
 
 
 def tally(rows: Iterable[Explanation]) -> tuple[Explanation, ...]:
@@ -139,7 +152,7 @@ def tally(rows: Iterable[Explanation]) -> tuple[Explanation, ...]:
     for members in groups.values():
         nodes = tuple(name for row in members for name in row.nodes)
         times = total(row.ms for row in members), total(row.float_ms for row in members)
-        sums.append(replace(members[0], nodes=nodes, ms=times[0], float_ms=times[1]))
+        sums.append(replace(members[0], nodes=nodes, ms=times[0], float_ms=times[1], float_with=""))
     return tuple(sorted(sums, key=lambda row: (-(row.ms or 0.0), -len(row.nodes), row.reason)))
 
 
@@ -150,7 +163,7 @@ def total(times: Iterable[float | None]) -> float | None:
 
 def explanations(run: FinishedRun) -> tuple[Explanation, ...]:
     table = _Table(run)
-    return tuple(map(table.row, table.parts.units))
+    return tuple(row for unit in table.parts.units for row in table.rows(unit))
 
 
 class _Table:
@@ -178,10 +191,6 @@ class _Table:
         states |= {n: "8 bits" for n in quantized if not self._without_kernel(self.parts.units[n])}
         formats = {number: weight_format.name for number, weight_format in self._decision.weight_formats}
         self._states = states | reported | formats
-        for layer in run.shipped_layers:  # the kernel of a product with a weight format adds its bias, in float
-            owners = {self.parts.owner[name] for name in layer.nodes if name in self.parts.owner}
-            for product in owners & formats.keys():
-                self._states |= {n: formats[product] for n in owners - quantized if self._states[n] == "8 bits"}
         self._twins = defaultdict[str, frozenset[int]](frozenset)
         """Numbers of the units in float that could be in 8 bits, by kind (equal operators and shapes)."""
         for unit in self.parts.units:
@@ -206,22 +215,49 @@ class _Table:
         low -= {n for n in low & floats if state(self.parts.units[n], self.parts, placement) in ("float", "mixed")}
         return dict.fromkeys(floats, "float") | dict.fromkeys(low, "8 bits")
 
-    def row(self, unit: Unit) -> Explanation:
-        run, state = self.run, self._states[unit.number]
-        nodes = [self.parts.model.nodes[n] for n in unit.nodes]
-        names = tuple(node.name for node in nodes)
-        ran = [self._layer_of[name] for name in names if name in self._layer_of]
-        precisions = [layer.precision.lower() for layer in ran if layer.kind == "compute"]
-        row = Explanation(
-            nodes=names,
-            operators=tuple(node.op for node in nodes),
-            state=state,
-            precision=min(precisions, key=lambda each: is_float(each) != (state == "float"), default=""),
-            ms=sum(sum(run.spent[name]) for name in names) if run.spent else None,
-            float_ms=sum(sum(run.float_spent[name]) for name in names) if run.float_spent else None,
-            conversion_ms=sum(run.spent[name].conversions for name in names) if run.spent else 0.0,
-        )
-        guess = self._guessed_share(row)
+    def rows(self, unit: Unit) -> Iterator[Explanation]:
+        """The row of a unit; one more for each part that the engine runs in another precision or nowhere."""
+        run, parts = self.run, defaultdict[str, list[Node]](list)
+        for node in (self.parts.model.nodes[n] for n in unit.nodes):
+            parts[self._state_of(node, unit)].append(node)
+        for how, nodes in parts.items():
+            names = tuple(node.name for node in nodes)
+            ran = [self._layer_of[name] for name in names if name in self._layer_of]
+            precisions = [layer.precision.lower() for layer in ran if layer.kind == "compute"]
+            row = Explanation(
+                nodes=names,
+                operators=tuple(node.op for node in nodes),
+                state=how,
+                precision=min(precisions, key=lambda each: is_float(each) != (how == "float"), default=""),
+                ms=sum(sum(run.spent[name]) for name in names) if run.spent else None,
+                float_ms=sum(sum(run.float_spent[name]) for name in names) if run.float_spent else None,
+                conversion_ms=sum(run.spent[name].conversions for name in names) if run.spent else 0.0,
+            )
+            row = replace(row, float_with=self._float_with(row))
+            beside = next((n for layer in ran for n in layer.nodes if n in self.parts.owner and n not in names), "")
+            if how == NOWHERE:
+                yield replace(row, detail="the Q behind it clamps to the same range")
+            elif how == "8 bits" and beside and unit.number not in self._decision.quantized:
+                yield replace(row, detail=f"the kernel of {beside} computes it")  # a product's bias
+            elif how == "float" and self._states[unit.number] == "8 bits":
+                detail = f"it is quantized as one with {parts['8 bits'][0].name}, so no pair stands between them"
+                yield replace(row, reason="not between pairs", detail=detail)
+            else:
+                yield self._row(unit, row, ran)
+
+    def _state_of(self, node: Node, unit: Unit) -> str:
+        """The state of a node: that of its unit, unless the engine reports another one."""
+        how, layer = self._states[unit.number], self._layer_of.get(node.name)
+        if layer is None and self._layer_of and node.op in CLAMPS and (how == "float" or len(unit.nodes) == 1):
+            paired = {edge.tensor for edge in self.run.placement.edges}
+            return NOWHERE if paired.issuperset(node.outputs) else how
+        if layer is None or layer.elsewhere or layer.kind != "compute" or how not in ("float", "8 bits"):
+            return how
+        return "8 bits" if is_low(layer.precision) else "float" if is_float(layer.precision) else how
+
+    def _row(self, unit: Unit, row: Explanation, ran: Sequence[Layer]) -> Explanation:
+        """The row of the nodes of a unit that run in its state, or in 8 bits, in these layers."""
+        run, state = self.run, row.state
         where = next((layer.elsewhere for layer in ran if layer.elsewhere), "")
         if where:
             return replace(row, state="elsewhere", reason="no kernel for this operator", detail=f"it runs {where}")
@@ -231,8 +267,7 @@ class _Table:
             detail = f"with 8 bits here too, the outputs would miss {self._limit}"
             return replace(row, state="16 bits", precision="uint16", reason="accuracy limit", detail=detail)
         if state == "float":
-            fields = self._in_float(unit)
-            return replace(row, **fields | {"detail": "; ".join(filter(None, (fields["detail"], guess)))})
+            return replace(row, **self._in_float(unit))
         chosen = "part of the placement that proved fastest"
         figure: Mapping[str, Any] = {}
         if run.keeps_own_pairs:
@@ -241,7 +276,7 @@ class _Table:
             chosen = f"8 bits cost the least by rule, and the outputs hold {self._limit}"
         else:
             told, figure = self._if_float(unit.kind, state)
-            chosen = "; ".join(filter(None, (chosen, guess, told)))
+            chosen = "; ".join(filter(None, (chosen, told)))
         if state != "8 bits":
             weight_format = WeightFormat.named(state)
             state = "8 bits, dynamic" if weight_format.dynamic else f"{weight_format.bits}-bit weights"
@@ -249,11 +284,6 @@ class _Table:
             if weight_format.dynamic:
                 how = f"an {weight_format.bits}-bit product that finds the scale of its input in every inference"
             chosen = f"{how}: {chosen}"
-            if unit.number not in self._decision.format_of:
-                beside = chain.from_iterable(layer.nodes for layer in ran)
-                products = [name for name in beside if self.parts.owner.get(name) in self._decision.format_of]
-                product = next(iter(products), "the product")
-                chosen, figure = f"the kernel of {product} computes it too, in float", {"precision": "float"}
         return replace(row, state=state, detail=chosen, **figure)
 
     def _if_float(self, kind: str, how: str) -> tuple[str, Mapping[str, Any]]:
@@ -276,7 +306,7 @@ class _Table:
             if abs(share) > most and not is_guess:
                 figure = {"more_ms": share * ms, "alike": alike, "source": source}
             elif share > NOISE or not is_guess:
-                text = f"in float {_estimated(alike, share, most, is_guess, source)}"
+                text = _estimated("float", alike, share, most, is_guess, source)
         self._if_floats[kind, how] = text, figure
         return text, figure
 
@@ -317,8 +347,8 @@ class _Table:
             detail = f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
             return {"reason": "accuracy limit", "detail": detail}
         if unit.number not in self._twins[unit.kind]:
-            detail = "with pairs on a part of what it reads and writes the engine still ran it in float"
-            return {"reason": "no kernel for this operator", "detail": detail}
+            detail = "with pairs on a part of what it reads and writes the engine ran it in float"
+            return {"reason": "not between pairs", "detail": detail}
         missed = self._missed_chance(unit)
         key = unit.kind, 0 if missed is None else missed.number
         if key not in self._judged:
@@ -339,7 +369,7 @@ class _Table:
             share, is_guess = self._estimate(lambda costs: sum(self._more_ms(costs, number) for number in twins))
             change, most, source = share * run.float_ms / latency, self._clear, "estimated"
             is_shown = not is_guess and abs(change) > most
-            detail = f"in 8 bits {_estimated(alike, max(change, 0.0), most, is_guess)}"
+            detail = _estimated("8 bits", alike, max(change, 0.0), most, is_guess)
         if change is not None and is_shown and latency is not None:
             figure = {"more_ms": change * latency, "alike": alike, "source": source}
         if change is None or change < -NOISE:
@@ -347,8 +377,8 @@ class _Table:
             if lost:
                 return {"reason": "accuracy limit", "detail": lost, **figure}
         if missed is not None and (source == "estimated" or change is None or change < -NOISE):
-            reason, detail = self._why_missed(missed)
-            is_gain = reason == "accuracy limit" and change is not None and change < -NOISE
+            reason, detail = self._why_missed(missed, twins, others)
+            is_gain = reason.startswith("accuracy limit") and change is not None and change < -NOISE
             return {"reason": reason, "detail": detail, **(figure if is_gain else {})}
         if change is not None and -NOISE <= change <= most:
             together = self._together(unit) if source == "estimated" else None
@@ -395,9 +425,11 @@ class _Table:
         low, refused = set[str](), set[str]()
         builds = [(trial.placement, trial.layers) for trial in self.run.history if trial.layers]
         for placement, layers in (*builds, (self.run.placement, self.run.shipped_layers)):
+            in_low = {name for layer in layers if is_low(layer.precision) for name in layer.nodes}
             for number, reported in self._reported(layers, placement).items():
                 unit = self.parts.units[number]
-                if reported == "8 bits":
+                nodes = [self.parts.model.nodes[n] for n in unit.nodes]
+                if reported == "8 bits" or any(node.op in COMPUTE and node.name in in_low for node in nodes):
                     low.add(unit.kind)
                 elif state(unit, self.parts, placement) == "quantized":
                     refused.add(unit.kind)
@@ -423,14 +455,14 @@ class _Table:
         _, others, nearest = min(ranked, key=lambda each: each[:2], default=(False, 0, None))
         return nearest, others
 
-    def _guessed_share(self, row: Explanation) -> str:
-        """A text if the float model runs a unit in a kernel with others that take a good part of its time."""
+    def _float_with(self, row: Explanation) -> str:
+        """The first of the other nodes that take a good part of the kernel that runs a row in the float model."""
         here = {name for own in row.nodes if own in self._layer_of for name in self._layer_of[own].nodes}
         for layer in self.run.float_layers if row.ms else ():
             apart = [name for name in layer.nodes if name in self.run.float_spent and name not in here]
             rest = sum(self.run.float_spent[name].own for name in apart)
             if rest > CLEAR * (row.float_ms or 0.0) and not set(layer.nodes).isdisjoint(row.nodes):
-                return f"in the float model it is a part of one kernel with {apart[0]}, and its time there a guess"
+                return apart[0]
         return ""
 
     @cached_property
@@ -457,13 +489,23 @@ class _Table:
                 return trial
         return None
 
-    def _why_missed(self, trial: Trial) -> tuple[Reason, str]:
-        ships = f", and what ships {speed(self._ratios[self.run.placement])}" if self.run.placement else ""
-        was = f"the candidate with it was {speed(self._ratios[trial.placement])} as fast as float in the search{ships}"
+    def _why_missed(self, trial: Trial, twins: frozenset[int], others: int) -> tuple[Reason, str]:
+        """Why `trial` does not ship, a candidate with some of the units `twins`; `others` as `_nearest` tells it."""
+        low = self.parts.decision(trial.placement).quantized - self._decision.quantized - twins
+        beside = sum(len(self.parts.units[number].nodes) for number in low) if others else 0
+        with_it = f"it and {counted(beside, 'other node')}" if beside else "it"
+        was = f"a candidate with {with_it} in 8 bits was {self._in_search(trial)}, but"
         refused = self.run.limits.why_refused(trial)
-        if refused is not None:
-            return "accuracy limit", f"{was}, but {refused}"
-        return "not proven", f"{was}, but fresh builds did not prove it: a quieter machine, or more time, may decide"
+        if refused is None:
+            return "not proven", f"{was} fresh builds did not prove it: a quieter machine, or more time, may decide"
+        if beside:
+            return "accuracy limit, together", f"only tried together with others: {was} {refused}"
+        return "accuracy limit", f"{was} {refused}"
+
+    def _in_search(self, trial: Trial) -> str:
+        """The speed of a candidate and of what ships, as text: both from the search, as the proof's may differ."""
+        ships = f", where what ships had {speed(self._ratios[self.run.placement])}" if self.run.placement else ""
+        return f"{speed(self._ratios[trial.placement])} as fast as float in the search{ships}"
 
     def _together(self, unit: Unit) -> tuple[Reason, str] | None:
         """The reason and its text if float ships and all candidates with a unit in 8 bits were slower, one beyond
@@ -540,8 +582,7 @@ class _Table:
         elif missed is not None:
             reason, became = "accuracy limit", f"was not accurate enough: {missed}"
         elif trial.placement in ratios and run.placement in ratios:
-            both = speed(ratios[trial.placement]), speed(ratios[run.placement])
-            became = f"was {both[0]} as fast as float, and what ships {both[1]}"
+            became = f"was {self._in_search(trial)}"
         if others:
             return "not tried", f"never in 8 bits by itself; a build with {counted(others, 'more tensor')} {became}"
         return reason, f"{origin_in_words(trial.proposal.origin)} has it in 8 bits, and {became}"
