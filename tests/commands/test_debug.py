@@ -1,10 +1,11 @@
 """`debug` on models with known faults: which tensors are named, what is said of them and of an engine at fault."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import inf, log10
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from qdqtune.commands.debug import (
     Damage,
     Damages,
     DebugOptions,
+    SwitchedPairs,
     debug,
     errors_by_sample,
     noise,
@@ -37,8 +39,8 @@ from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.stripping import strip_pairs
-from qdqtune.placement.switches import file_pairs
-from qdqtune.types import Array, Placement, noise_of
+from qdqtune.placement.switches import SWITCH, file_pairs
+from qdqtune.types import Array, Placement, Sample, noise_of
 from workers import Workers
 
 HEALTHY = 10 ** (-FLOOR_DB / 10)
@@ -420,6 +422,26 @@ def test_the_worst_stand_first(inferences: int, workers: Workers, monkeypatch: p
     with switched_pairs(plain, quantized, found, feeds(plain, 3)) as switched:
         assert len(switched.ranking()) == 8
         assert next(iter(switched.ranking())) == "t5"
+
+
+def test_pairs_that_destroy_a_slice_together_are_ranked_by_it() -> None:
+    """Each alone leaves 7.6 dB of it, so that it counts as destroyed by none; the whole output has 27 dB with both."""
+    values = normal(1, 200, 64)
+
+    def run(samples: Iterable[Sample]) -> list[Sample]:
+        outputs = []
+        for sample in samples:
+            wrong = values.copy()
+            for i in range(2):
+                wrong[:, 0, i::2] += 0.59 * sample[f"{SWITCH}{i}"]
+            outputs.append({"y": wrong})
+        return outputs
+
+    pairs: Any = [SimpleNamespace(tensor=name) for name in "ab"]
+    switched = SwitchedPairs(pairs, [{}], run)
+    switched.judge_alike()
+    assert switched.of_slices
+    assert sum(switched.ranking().values()) == pytest.approx(switched.noise("ab"))
 
 
 def test_only_what_makes_a_tenth_of_the_error_is_to_be_excluded() -> None:

@@ -120,17 +120,18 @@ class Damage:
         return row | {"output_db": self.output_db, **without, "reason": self.reason}
 
 
-def noise(reference: Outputs, outputs: Outputs) -> float:
-    """The power of the error relative to the signal, for the worst output or a destroyed slice of one. For integer
-    outputs, such as class numbers: the share of values that differ, if that is larger. `UNBOUNDED_NOISE` if values are
-    not finite, or have other shapes."""
+def noise(reference: Outputs, outputs: Outputs, of_slices: bool | None = None) -> float:
+    """The power of the error relative to the signal, for the worst output or a destroyed slice of one; `of_slices`: for
+    any slice, or (False) for none. For integer outputs, such as class numbers: the share of values that differ, if that
+    is larger. `UNBOUNDED_NOISE` if values are not finite, or have other shapes."""
     if not is_finite(outputs):
         return UNBOUNDED_NOISE
     shapes = ((r[name].shape, o[name].shape) for r, o in zip(reference, outputs, strict=True) for name in r)
     if any(a != b for a, b in shapes):
         return UNBOUNDED_NOISE
     judged = accuracy(reference, outputs, NO_SCORES)
-    of_slice = noise_of(judged.slice_db) if judged.slice_is_lost and judged.slice_db is not None else 0.0
+    counts = judged.slice_is_lost if of_slices is None else of_slices
+    of_slice = noise_of(judged.slice_db) if counts and judged.slice_db is not None else 0.0
     wrong = min(max(judged.noise, of_slice), LOUDEST)
     return wrong if judged.agreement is None else max(wrong, 1 - judged.agreement)
 
@@ -153,6 +154,7 @@ class SwitchedPairs:
     def __init__(self, pairs: Sequence[FilePair], samples: Sequence[Sample], run: ModelRun) -> None:
         self._pairs, self.samples, self._run = pairs, samples, run
         self.tensors = tuple(dict.fromkeys(pair.tensor for pair in pairs))
+        self.of_slices: bool | None = None
         self.reference = self.outputs(())
         if not is_finite(self.reference):
             raise EngineFailure(
@@ -167,7 +169,11 @@ class SwitchedPairs:
             return self._run(sample | switches for sample in self.samples)
 
     def noise(self, on: Iterable[str]) -> float:
-        return noise(self.reference, self.outputs(on))
+        return noise(self.reference, self.outputs(on), self.of_slices)
+
+    def judge_alike(self) -> None:
+        """From now on judge all sets of pairs by the worst slice if all pairs together destroy one, else by none."""
+        self.of_slices = accuracy(self.reference, self.outputs(self.tensors), NO_SCORES).slice_is_lost
 
     def narrow(self, outputs: Outputs, limit: float = 0.0) -> float:
         """Keep only the samples with the largest errors in these outputs, if the noise on them is above `limit`.
@@ -208,15 +214,16 @@ def switched_pairs(
 @dataclass(frozen=True)
 class Damages:
     """The `WORST` tensors of a quantized model, the largest noise first, and the noise of all pairs `together` (without
-    those of biases), on the `samples` samples with the largest errors."""
+    those of biases), on the `samples` samples with the largest errors; all `of_slices` if these destroy one."""
 
     worst: tuple[Damage, ...]
     together: float
     samples: int
+    of_slices: bool | None = None
 
     def in_words(self) -> str:
-        where = counted(self.samples, "sample")
-        return f"measured on the {where} with the largest errors, where all pairs together give {level(self.together)}"
+        where = f"{'the worst slice of an output on ' if self.of_slices else ''}the {counted(self.samples, 'sample')}"
+        return f"measured on {where} with the largest errors, where all pairs together give {level(self.together)}"
 
     def to_dict(self) -> dict[str, Any]:
         return {"samples": self.samples, "output_sqnr_db": sqnr_of(self.together)}
@@ -228,10 +235,12 @@ def damages(
     float_model = with_opset(float_model, quantized.opset)
     pairs = [pair for pair in file_pairs(float_model, quantized)[0] if pair.kind != "bias"]
     with switched_pairs(float_model, quantized, pairs, samples, execution) as switched:
-        together = switched.narrow(switched.outputs(switched.tensors))
+        switched.narrow(switched.outputs(switched.tensors))
+        switched.judge_alike()
+        together = switched.noise(switched.tensors)
         worst = dict(list(switched.ranking().items())[:WORST])
         rows = described(float_model, pairs, worst, switched.samples, execution)
-        return Damages(tuple(rows), together, len(switched.samples))
+        return Damages(tuple(rows), together, len(switched.samples), switched.of_slices)
 
 
 def described(
