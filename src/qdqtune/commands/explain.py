@@ -42,10 +42,10 @@ class Explained(Shown):
     def table(self) -> Table:
         """The units, by state and reason; one by one if only some were asked for."""
         if self.is_part:
-            rows = [
-                (", ".join(row.nodes), ", ".join(row.operators), _runs_in(row), row.why, *_times(row))
-                for row in self.rows
-            ]
+            rows = []
+            for row in self.rows:
+                runs_in = ", ".join(filter(None, (row.state, row.precision)))
+                rows.append((", ".join(row.nodes), ", ".join(row.operators), runs_in, row.why, *_times(row)))
             return Table(("nodes", "operators", "runs in", "why", "ms", f"{self.floats}, ms"), rows, self.caution)
         sums: list[tuple[str, ...]] = [
             (str(len(each.nodes)), each.state, *_times(each), each.reason, tail(each.nodes[0]))
@@ -98,10 +98,6 @@ def _matching(rows: tuple[Explanation, ...], pattern: str) -> tuple[Explanation,
         hint = f"did you mean {', '.join(near)}?" if near else "'*' shows all, '/layer1/*' those of a module"
         raise BadOption(f"no node of the model is named {pattern!r}: {hint}")
     return tuple(row for row in rows if not matches.isdisjoint(row.nodes))
-
-
-def _runs_in(row: Explanation) -> str:
-    return f"{row.state}{row.precision and f', {row.precision}'}"
 
 
 def _times(row: Explanation) -> tuple[str, str]:

@@ -133,14 +133,13 @@ def _estimated(where: str, alike: int, change: float, most: float, is_guess: boo
     figure if it `is_guess`, as guesses may be many times too high."""
     units = and_others(alike)
     if abs(change) <= NOISE:
-        least = f"less than {NOISE:.0%}"
-        effect = f"save {least} of the latency" if is_guess else f"change the latency by {least}"
-        return f"in {where} {units} {'are' if alike else 'is'} {source} to {effect}"
+        effect = "save less than {:.0%} of the latency" if is_guess else "change the latency by less than {:.0%}"
+        return f"in {where} {units} {'are' if alike else 'is'} {source} to {effect.format(NOISE)}"
     direction = "slower" if change > 0 else "faster"
     if is_guess:
         return f"estimated {direction} with {units} in {where}; not measured"
-    estimate = f"estimate {abs(change):.0%} {direction}, below this run's noise of {most:.0%}"
-    return f"not known with {units} in {where}: {estimate}"
+    noise = f"below this run's noise of {most:.0%}"
+    return f"not known with {units} in {where}: estimate {abs(change):.0%} {direction}, {noise}"
 
 
 def tally(rows: Iterable[Explanation]) -> tuple[Explanation, ...]:
@@ -276,7 +275,7 @@ class _Table:
             chosen = f"8 bits cost the least by rule, and the outputs hold {self._limit}"
         else:
             told, figure = self._if_float(unit.kind, state)
-            chosen = "; ".join(filter(None, (chosen, told)))
+            chosen += told and f"; {told}"
         if state != "8 bits":
             weight_format = WeightFormat.named(state)
             state = "8 bits, dynamic" if weight_format.dynamic else f"{weight_format.bits}-bit weights"
@@ -573,7 +572,7 @@ class _Table:
         """The outcome of `trial`, the candidate nearest to a unit in 8 bits, which differs on `others` more tensors."""
         if trial is None:
             return "not tried", "no candidate has it in 8 bits"
-        run, ratios = self.run, self._ratios
+        run = self.run
         missed = run.limits.why_refused(trial)
         reason: Reason = "no gain beyond noise"
         became = f"was {outcome(trial, run.plan)}"
@@ -581,7 +580,7 @@ class _Table:
             reason, became = "its build failed", f"failed: {trial.result.reason}"
         elif missed is not None:
             reason, became = "accuracy limit", f"was not accurate enough: {missed}"
-        elif trial.placement in ratios and run.placement in ratios:
+        elif trial.placement in self._ratios and run.placement in self._ratios:
             became = f"was {self._in_search(trial)}"
         if others:
             return "not tried", f"never in 8 bits by itself; a build with {counted(others, 'more tensor')} {became}"
