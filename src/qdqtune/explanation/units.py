@@ -69,7 +69,7 @@ WITHOUT_KERNEL = ASKS_SHAPE | {"ConstantOfShape", "EyeLike", "IsInf", "IsNaN", "
 IN_ADVANCE = "computed in advance"
 """The state of a unit that the engine computes when it is built, not in an inference."""
 
-NOWHERE = "nowhere"
+IN_Q = "its Q"
 """The state of a Relu or Clip that the engine removes, since the Q behind it clamps to the same range."""
 
 NOISE = 0.02
@@ -90,7 +90,7 @@ class Explanation:
     runs so. Times are in ms, and include conversions at its borders.
 
     `state` is "8 bits", "16 bits", "float", "elsewhere" (another execution provider runs it), "computed in advance",
-    "nowhere" (a clamp that the Q behind it does), or names the bits of its weights if only these are quantized.
+    "its Q" (the Q behind it does what this clamp did), or names the bits of its weights if only these are quantized.
     `precision` is what the engine reports, or "". `ms` is the time in the file that ships (`conversion_ms` of it in
     conversions), `float_ms` that in the float model; summed over all units, they are the measured latencies. If the
     float model runs it in one kernel with others, its share of that is a guess: `float_with` names one of them.
@@ -234,7 +234,7 @@ class _Table:
             )
             row = replace(row, float_with=self._float_with(row))
             beside = next((n for layer in ran for n in layer.nodes if n in self.parts.owner and n not in names), "")
-            if how == NOWHERE:
+            if how == IN_Q:
                 yield replace(row, detail="the Q behind it clamps to the same range")
             elif how == "8 bits" and beside and unit.number not in self._decision.quantized:
                 yield replace(row, detail=f"the kernel of {beside} computes it")  # a product's bias
@@ -249,7 +249,7 @@ class _Table:
         how, layer = self._states[unit.number], self._layer_of.get(node.name)
         if layer is None and self._layer_of and node.op in CLAMPS and (how == "float" or len(unit.nodes) == 1):
             paired = {edge.tensor for edge in self.run.placement.edges}
-            return NOWHERE if paired.issuperset(node.outputs) else how
+            return IN_Q if paired.issuperset(node.outputs) else how
         if layer is None or layer.elsewhere or layer.kind != "compute" or how not in ("float", "8 bits"):
             return how
         return "8 bits" if is_low(layer.precision) else "float" if is_float(layer.precision) else how
