@@ -367,7 +367,7 @@ def test_a_row_tells_of_each_node_what_the_engine_reports_of_it(tmp_path: Path) 
     vars(run).update(shipped_layers=in_8_bits, history=(replace(first, layers=in_8_bits), second))
     rows = by_name(explanations(run))
     assert [(rows[name].state, rows[name].reason) for name in "abc"] == [
-        ("8 bits", ""), ("float", "not between pairs"), ("nowhere", "")]  # fmt: skip
+        ("8 bits", ""), ("float", "not between pairs"), ("its Q", "")]  # fmt: skip
     slow = replace(in_8_bits[0], time_ms=2.0), *in_8_bits[1:]
     history = replace(first, layers=ran(a=1.0, b=0.2, d=0.1)), replace(second, layers=slow)
     vars(run).update(placement=Placement(), shipped_layers=floats, history=history)
