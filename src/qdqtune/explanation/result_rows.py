@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qdqtune.explanation.formatting import counted, samples, size, title
-from qdqtune.numerics.accuracy import closeness, decibels, integers_differ, spread_of
+from qdqtune.numerics.accuracy import APART_DB, closeness, decibels, integers_differ, spread_of
 from qdqtune.numerics.scores import ERROR
 from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.folder import FINAL
@@ -156,14 +156,15 @@ def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _how_sure(summary: Mapping[str, Any]) -> str:
-    """How near the worst sample is to its limit, and how many of such inputs hold it: if less than a share p did, all n
-    samples would with a probability below p^n. Empty without that limit, or if outputs are equal or miss it."""
+    """How near the worst sample is to its limit, and if it is near, how many inputs may miss it: if less than a share p
+    held it, all n samples would with a probability below p^n. Empty without that limit, or if outputs are equal or miss
+    it."""
     floor, lowest = summary["min_sqnr_worst_db"], (summary["output_accuracy"] or {}).get("lowest_db")
     if floor is None or lowest is None or lowest < floor:
         return ""
     share = int(100 * ERROR ** (1 / summary["accuracy_samples"]))
-    held = f"as far as so many can tell, {share}% or more of such inputs hold this"
-    return f", the worst with {lowest:.1f} dB (limit: {floor:g}): {held}"
+    may_miss = f"; of other inputs up to {100 - share}% may miss it" if lowest < floor + APART_DB else ""
+    return f", the worst with {lowest:.1f} dB (limit: {floor:g}){may_miss}"
 
 
 def _latency_rows(summary: Mapping[str, Any]) -> list[Row]:
