@@ -78,19 +78,25 @@ class Command(click.Command):
         super().__init__(name, params=[*map(_parameter, options_of(kind).values())], help=body.__doc__, **more)
         self.kind, self.body = kind, body
 
+    def _values(self) -> dict[str, str | None]:
+        """What an option takes, by flag."""
+        found = dict[str, str | None]()
+        for own in options_of(self.kind).values():
+            if own.group:
+                found |= dict.fromkeys(filter(None, (*own.spellings, own.negative)), own.metavar)
+        return found
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own_flags = [(own, (*own.spellings, own.negative)) for own in options_of(self.kind).values() if own.group]
-        values = {flag: own.metavar for own, flags in own_flags for flag in flags if flag}
         with _flags_in_errors():
             try:
                 rest = super().parse_args(ctx, args)
             except click.NoSuchOption as error:
-                near = " or ".join(map(repr, meant(error.option_name, values)))
+                near = " or ".join(map(repr, meant(error.option_name, self._values())))
                 is_hinted = near and error.option_name.startswith("--")
                 message = f"{error.message}{f' Did you mean {near}?' * bool(is_hinted)}"
                 raise click.NoSuchOption(error.option_name, message, ctx=ctx) from error
             except click.BadOptionUsage as error:  # an option without its value
-                message = ": ".join(filter(None, [error.message.rstrip("."), values.get(error.option_name)]))
+                message = ": ".join(filter(None, [error.message.rstrip("."), self._values().get(error.option_name)]))
                 raise click.BadOptionUsage(error.option_name, message, ctx) from error
             if not ctx.resilient_parsing:
                 if rest:

@@ -300,9 +300,9 @@ def compare(
         common = [(known[w.name], w) for w in wanted if w.name in known]
         is_alike = bool(common) and all(one.dtype == other.dtype and one.fits(other.shape) for one, other in common)
         if not is_alike or not len(common) == len(known) == len(wanted):
-            is_cut = is_alike and len(common) == min(len(known), len(wanted))
-            hint = "`fix_inputs` names those that were made constant"
-            hint = hint if is_cut else "compare is for versions of one model, which take the same inputs"
+            hint = "compare is for versions of one model, which take the same inputs"
+            if is_alike and len(common) == min(len(known), len(wanted)):
+                hint = "`fix_inputs` names those that were made constant"
             raise BadOption(f"{file} takes other inputs ({listed(specs)}) than {files[0]} ({listed(wanted)}): {hint}")
     check_asked(options.scores, models[0])  # refuses others before the work begins
     fixed_names, most = options.fix_inputs, 0 if options.all_samples else MOST_JUDGED

@@ -171,9 +171,12 @@ class SwitchedPairs:
     def noise(self, on: Iterable[str]) -> float:
         return noise(self.reference, self.outputs(on), self.of_slices)
 
-    def judge_alike(self) -> None:
-        """From now on judge all sets of pairs by the worst slice if all pairs together destroy one, else by none."""
-        self.of_slices = accuracy(self.reference, self.outputs(self.tensors), NO_SCORES).slice_is_lost
+    def judge_alike(self) -> float:
+        """From now on judge all sets of pairs by the worst slice if all pairs together destroy one, else by none.
+        Returns the noise of all pairs together."""
+        outputs = self.outputs(self.tensors)
+        self.of_slices = accuracy(self.reference, outputs, NO_SCORES).slice_is_lost
+        return noise(self.reference, outputs, self.of_slices)
 
     def narrow(self, outputs: Outputs, limit: float = 0.0) -> float:
         """Keep only the samples with the largest errors in these outputs, if the noise on them is above `limit`.
@@ -236,8 +239,7 @@ def damages(
     pairs = [pair for pair in file_pairs(float_model, quantized)[0] if pair.kind != "bias"]
     with switched_pairs(float_model, quantized, pairs, samples, execution) as switched:
         switched.narrow(switched.outputs(switched.tensors))
-        switched.judge_alike()
-        together = switched.noise(switched.tensors)
+        together = switched.judge_alike()
         worst = dict(list(switched.ranking().items())[:WORST])
         rows = described(float_model, pairs, worst, switched.samples, execution)
         return Damages(tuple(rows), together, len(switched.samples), switched.of_slices)

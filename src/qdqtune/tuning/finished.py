@@ -175,6 +175,11 @@ class FinishedRun:
         return self._layers(self.placement.digest) or next(found, ())
 
     @property
+    def float_times(self) -> BuildTimes:
+        """The times that the layers of the float build show."""
+        return attribute(self.model, Placement(), self.float_layers, self.float_ms or 0.0)
+
+    @property
     def shipped_times(self) -> BuildTimes:
         """The times that the layers of the shipped build alone show."""
         return attribute(self.model, self.placement, self.shipped_layers, self.shipped_ms or 0.0)
@@ -182,13 +187,12 @@ class FinishedRun:
     @cached_property
     def float_spent(self) -> Mapping[str, NodeTime]:
         """The time of each node in the float model; empty if the engine gives no times."""
-        return node_times(self.model, attribute(self.model, Placement(), self.float_layers, self.float_ms or 0.0))
+        return node_times(self.model, self.float_times)
 
     @cached_property
     def spent(self) -> Mapping[str, NodeTime]:
         """The time of each node in the shipped model (see `with_float_times`); empty if unknown."""
-        floats = attribute(self.model, Placement(), self.float_layers, self.float_ms or 0.0)
-        return node_times(self.model, with_float_times(self.model, self.shipped_times, floats))
+        return node_times(self.model, with_float_times(self.model, self.shipped_times, self.float_times))
 
     @property
     def proof(self) -> tuple[Measurement, ...]:

@@ -98,8 +98,7 @@ class Budget:
     Measuring a candidate as fast as float takes `candidate` seconds at least, `brief` with few rounds and no layer
     report. `proof` are the looks of the proof, in rounds. There each file has `copies` builds in a block; `file_builds`
     and `file_rounds` are the seconds of one build, and of a file's part of the first look; `opponents` files race
-    against the finalists, of which a front has up to `points`. Further blocks may take `further` seconds, the run
-    `whole`.
+    against the finalists, of which a front has up to `points`. The run may take `whole` seconds.
     """
 
     builds: int
@@ -113,7 +112,6 @@ class Budget:
     file_builds: float = 0.0
     file_rounds: float = 0.0
     copies: int = USUAL_BUILDS
-    further: float = 0.0
     whole: float = 0.0
 
     @staticmethod
@@ -131,7 +129,6 @@ class Budget:
             opponents=0,
             points=0,
             grace=min(GRACE_SHARE * whole, finish + OVER_SHARE * whole),
-            further=FURTHER_SHARE * whole,
             whole=whole,
         )
         if not settings.is_timed:
@@ -184,6 +181,11 @@ class Budget:
     def planned_looks(self) -> tuple[int, ...]:
         """The numbers of blocks that the budget plans for; more are hardly ever needed."""
         return tuple(n for n in BLOCK_LOOKS if n * self.copies <= PLANNED_BUILDS)
+
+    @property
+    def further(self) -> float:
+        """Seconds that further blocks of the proof may take."""
+        return FURTHER_SHARE * self.whole
 
     def reserve(self, ratio: float, stale: int = 0) -> float:
         """Seconds that the proof needs beyond those that `deadline` keeps for it. `ratio` is the latency of the best
