@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,9 +40,9 @@ def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
         place = place_of(tensor, folder)
         if may_stay and _is_large(tensor):
             dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
-            key = content_key(dtype, shape, _bytes(*place))
-            read = partial(_values, place, Stamps.of([place[0]]), dtype, shape)
-            large[tensor.name] = Constant(key, tensor.data_type, shape, read)
+            seen = Stamps.of([place[0]])
+            read = partial(_values, place, seen, dtype, shape)
+            large[tensor.name] = Constant(_key(place, seen, dtype, shape), tensor.data_type, shape, read)
         else:
             tensor.raw_data = _bytes(*place)
             tensor.ClearField("data_location")
@@ -145,6 +145,12 @@ def place_of(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
     if file.stat().st_size < offset + length:
         raise BadModel(f"{what}: {location} is too short, or of another model: copy it again")
     return file, offset, length
+
+
+@lru_cache(maxsize=2**16)
+def _key(place: tuple[Path, int, int], seen: Stamps, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    """The key of a constant in a file with these stamps: a run loads its model several times."""
+    return content_key(dtype, shape, _bytes(*place))
 
 
 def _values(place: tuple[Path, int, int], seen: Stamps, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

@@ -7,7 +7,7 @@ stores it. bfloat16 has the range of float32: no node has to stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,10 +18,10 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.caches import ranges_of
-from qdqtune.calibration.calibrate import calibrate
-from qdqtune.calibration.observe import running
+from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.calibration.observe import outputs_on, running, with_outputs
 from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.scales import Calibration, Range, Ranges
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import ConstraintUnmet, EngineRefused, first_of
 from qdqtune.graph.float16 import HALF_TYPES, HalfPrecision, Precision, blocked, converted, in_type, is_float32
@@ -100,7 +100,7 @@ def in_half_precision(
     if wanted == "fp32" or not is_float32(prepared.model):
         return prepared, None, ()
     execution, judging = prepared.execution, prepared.judging[:HALF_SAMPLES]
-    ranges = calibrate(prepared.shaped, prepared.calibration, Calibration(), execution=execution)
+    ranges = extremes(prepared.shaped, prepared.calibration, execution)
     half = lowered(prepared.model, wanted, ranges, prepared.shaped, judging, execution)
     if floor_db is not None and half.db < floor_db:
         why = f"{NAMES[wanted]} alone leaves an output SQNR of {half.db:.1f} dB, below {floor_db:g} dB"
@@ -168,6 +168,25 @@ def keeping(
 # ---- which nodes
 
 
+def extremes(model: Model, samples: Iterable[Sample], execution: Execution = EXECUTION) -> Ranges:
+    """The least and the greatest value of each float32 activation; none for what is infinite on a sample. Found inside
+    one inference for each sample, since the activations of a large model fill gigabytes. A NaN may stay unseen."""
+    tensors = [tensor for tensor in candidate_tensors(model) if model.tensors[tensor].dtype == TensorProto.FLOAT]
+    nodes = [
+        helper.make_node(op, [tensor], [f"__{op}_{i}"], f"__{op}_{i}", keepdims=0)
+        for i, tensor in enumerate(tensors)
+        for op in ("ReduceMin", "ReduceMax")
+    ]
+    outputs = list(outputs_on(with_outputs(model, nodes), samples, execution)) if nodes else []
+    found: dict[str, Range] = {}
+    for i, tensor in enumerate(tensors):
+        low = min(float(values[f"__ReduceMin_{i}"]) for values in outputs)
+        high = max(float(values[f"__ReduceMax_{i}"]) for values in outputs)
+        if math.isfinite(low) and math.isfinite(high):
+            found[tensor] = Range(low, high)
+    return Ranges(found)
+
+
 def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
     """The nodes that make or read values out of float16's range, overflow in an inner sum, or have such weights, each
     with the reason. Masks in front of a Softmax do not count: they may be clipped."""
@@ -226,7 +245,8 @@ def _is_large_constant(model: Model, node: Node, tensor: str) -> bool:
     if constant is None or constant.dtype != TensorProto.FLOAT or node.op not in COMPUTE | ARITHMETIC or node.domain:
         return False
     values = constant.array()
-    values = values[np.isfinite(values)]
+    if not (np.isfinite(values.max(initial=0.0)) and np.isfinite(values.min(initial=0.0))):
+        values = values[np.isfinite(values)]
     highest, lowest = float(values.max(initial=0.0)), float(values.min(initial=0.0))
     return highest > FLOAT16_MAX or (lowest < -FLOAT16_MAX and node.op in COMPUTE)
 
@@ -248,13 +268,16 @@ def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Mo
         nodes.append(helper.make_node("Cast", [source], [half], names[0], to=HALF_TYPES[precision]))
         nodes.append(helper.make_node("Cast", [half], [target], names[1], to=TensorProto.FLOAT))
 
+    # Casts keep files small; but they make tiny values 0 and large ones infinite, which matters for bounds and masks.
+    weights = {t for n in model.nodes if n.op in COMPUTE and n.index not in full for t in n.inputs} & model.large.keys()
     for tensor, constant in model.constants.items():
-        if is_read_low(tensor, constant.dtype):
+        if is_read_low(tensor, constant.dtype) and tensor not in weights:
             read_low[tensor] = f"{tensor}__rounded"
             constants[read_low[tensor]] = _rounded(constant, precision)
-    for tensor in sorted(t for t in model.inputs if is_read_low(t, model.tensors[t].dtype)):
-        read_low[tensor] = f"{tensor}__rounded"
-        add_casts(tensor, read_low[tensor])
+    for tensor in sorted(weights.union(model.inputs)):
+        if is_read_low(tensor, model.constants[tensor].dtype if tensor in weights else model.tensors[tensor].dtype):
+            read_low[tensor] = f"{tensor}__rounded"
+            add_casts(tensor, read_low[tensor])
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         copy = deepcopy(proto)
         nodes.append(copy)
