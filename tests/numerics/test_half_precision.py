@@ -8,15 +8,15 @@ from onnx import TensorProto
 
 from conftest import Call
 from models import build, conv_net, feeds, normal, run
-from qdqtune.calibration.calibrate import calibrate, candidate_tensors
+from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.prepare import Data, prepare
-from qdqtune.calibration.scales import Calibration, Range, Ranges
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.graph.float16 import converted, kept_in
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
-from qdqtune.numerics.half_precision import in_half_precision, keeping, lowered, out_of_range, rounded
+from qdqtune.numerics.half_precision import extremes, in_half_precision, keeping, lowered, out_of_range, rounded
 from qdqtune.placement.files import existing
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Accuracy, Edge, Placement
@@ -45,10 +45,6 @@ MASKED = """net (float[2,4] x, float[2,4] mask) => (float[2,4] y) {
 def loud() -> Model:
     """A network that leaves float16's range on the way and comes back."""
     return build(LOUD, {"w": normal(16, 16, scale=60.0)})
-
-
-def ranges_of(model: Model) -> Ranges:
-    return calibrate(model, feeds(model), Calibration())
 
 
 def types(model: Model) -> dict[str, int]:
@@ -90,13 +86,14 @@ def test_a_half_model_tells_what_was_kept() -> None:
 def test_overflow_is_seen_and_kept_nodes_mend_it() -> None:
     model = loud()
     samples = feeds(model)
-    broken = keeping(model, "fp16", model, {}, samples)
+    ranges, exact = extremes(model, samples, compared=len(samples))
+    broken = keeping(model, "fp16", model, {}, samples, exact)
     assert broken.refusal
-    half = lowered(model, "fp16", ranges_of(model), model, samples)
+    half = lowered(model, "fp16", ranges, model, samples, exact)
     assert half.kept.keys() >= {"square", "shift", "cube", "root"}
     assert half.db > 45
     assert "square (b reaches" in half.notes()[1]
-    wide = lowered(model, "bf16", ranges_of(model), model, samples)
+    wide = lowered(model, "bf16", ranges, model, samples, exact)
     assert not wide.kept
     assert 25 < wide.db < half.db
 

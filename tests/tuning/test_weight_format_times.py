@@ -14,6 +14,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.runner import Runner, as_workloads
 from qdqtune.errors import EngineRefused, Failure
+from qdqtune.explanation.page import write_report
 from qdqtune.graph.model import Model
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.possible import possible_edges
@@ -190,6 +191,7 @@ def test_a_run_of_weights_alone_ends_to_end_and_goes_on(tmp_path: Path) -> None:
     assert tried["weights in 8 bits"].exactness > 30
     shipped = read_placement_file(tmp_path / "out" / "placement.yaml").placement
     assert shipped == result.placement
+    assert "a0" in write_report(tmp_path / "out", {}).read_text()
     again = tune(settings)
     assert [t.placement for t in again.history] == [t.placement for t in result.history]
     head = rows(tmp_path / "out" / "autotuner_state.yaml")[0]

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration.caches import ranges_of
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.observe import outputs_on, running, with_outputs
+from qdqtune.calibration.observe import Outputs, outputs_on, running, with_outputs
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
@@ -29,7 +29,7 @@ from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, COPIES, NORMALIZATIONS, elements
 from qdqtune.numerics.accuracy import FLOOR_DB, accuracy, check_finite, closeness_of, is_finite
-from qdqtune.types import Accuracy, Sample
+from qdqtune.types import Accuracy, Array, Sample
 
 NAMES: Mapping[HalfPrecision, str] = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
@@ -54,7 +54,8 @@ RISKY = NORMALIZATIONS | MEANS | {
 magnify rounding errors."""
 
 HALF_SAMPLES = 8
-"""Samples on which outputs are compared. Chosen, not measured."""
+"""Samples on which outputs are compared. Ranges are those of all samples on which a run compares outputs, and of as
+many that calibration sees. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,13 @@ def in_half_precision(
     wanted = precision or usual
     if wanted == "fp32" or not is_float32(prepared.model):
         return prepared, None, ()
-    execution, judging = prepared.execution, prepared.judging[:HALF_SAMPLES]
-    ranges = extremes(prepared.shaped, prepared.calibration, execution)
-    half = lowered(prepared.model, wanted, ranges, prepared.shaped, judging, execution)
+    judging, execution = prepared.judging, prepared.execution
+    seen = list(judging or prepared.calibration.spread(HALF_SAMPLES))
+    if prepared.is_held_out:
+        seen += prepared.calibration.spread(len(judging))
+    compared = judging[:HALF_SAMPLES]
+    ranges, reference = extremes(prepared.shaped, seen, execution, len(compared))
+    half = lowered(prepared.model, wanted, ranges, prepared.shaped, compared, reference, execution)
     if floor_db is not None and half.db < floor_db:
         why = f"{NAMES[wanted]} alone leaves an output SQNR of {half.db:.1f} dB, below {floor_db:g} dB"
         if precision is not None:
@@ -128,16 +133,18 @@ def lowered(
     ranges: Ranges,
     shaped: Model,
     samples: Sequence[Sample] = (),
+    reference: Sequence[Mapping[str, Array]] = (),
     execution: Execution = EXECUTION,
 ) -> Half:
     """A float32 model in half precision, except for nodes that have to stay in float32 by `ranges` or by outputs on
-    `samples`. `shaped` is the same model with the shapes of the samples; without samples, ranges alone decide."""
+    `samples`, which `reference` has in float32. `shaped` is the same model with the shapes of the samples; without
+    samples, ranges alone decide."""
     kept = out_of_range(shaped, ranges) if precision == "fp16" else {}
-    found = keeping(model, precision, shaped, kept, samples, execution)
+    found = keeping(model, precision, shaped, kept, samples, reference, execution)
     if found.db >= FLOOR_DB or precision == "bf16":
         return found
     risky = {n.name: "float16 does not hold without" for n in shaped.nodes if n.op in RISKY and not n.domain}
-    careful = keeping(model, precision, shaped, risky | kept, samples, execution)
+    careful = keeping(model, precision, shaped, risky | kept, samples, reference, execution)
     return careful if careful.db > found.db else found
 
 
@@ -147,17 +154,19 @@ def keeping(
     shaped: Model,
     kept: Mapping[str, str],
     samples: Sequence[Sample],
+    reference: Sequence[Mapping[str, Array]],
     execution: Execution = EXECUTION,
 ) -> Half:
-    """`model` with the nodes `kept` in float32 (each with its reason), compared with float32 if there are `samples`."""
+    """`model` with the nodes `kept` in float32 (each with its reason). Its outputs on `samples` are compared with the
+    `reference`, if there are any."""
     half = Half(converted(model, precision, kept.keys()), precision, kept)
     if not samples:
         return half
     # ONNX Runtime skips roundings between operators without kernels in half precision, so casts round.
     low = rounded(shaped, precision, kept)
     try:
-        with running(shaped, execution, fuse=False) as exact, running(low, execution, fuse=False) as halved:
-            reference, outputs = exact(samples), halved(samples)
+        with running(low, execution, fuse=False) as halved:
+            outputs = halved(samples)
         if is_finite(reference):
             check_finite(outputs)
     except EngineRefused as refused:
@@ -168,23 +177,29 @@ def keeping(
 # ---- which nodes
 
 
-def extremes(model: Model, samples: Iterable[Sample], execution: Execution = EXECUTION) -> Ranges:
-    """The least and the greatest value of each float32 activation; none for what is infinite on a sample. Found inside
-    one inference for each sample, since the activations of a large model fill gigabytes. A NaN may stay unseen."""
+def extremes(
+    model: Model, samples: Iterable[Sample], execution: Execution = EXECUTION, compared: int = 0
+) -> tuple[Ranges, Outputs]:
+    """The least and the greatest value of each float32 activation on `samples`, none for what is infinite; and the
+    outputs on the first `compared` samples. The extremes are found inside the inference, as the activations of a large
+    model fill gigabytes. A NaN may stay unseen there."""
     tensors = [tensor for tensor in candidate_tensors(model) if model.tensors[tensor].dtype == TensorProto.FLOAT]
-    nodes = [
+    nodes = [helper.make_node("Identity", [t], [f"__output_{i}"], f"__output_{i}") for i, t in enumerate(model.outputs)]
+    nodes += [
         helper.make_node(op, [tensor], [f"__{op}_{i}"], f"__{op}_{i}", keepdims=0)
         for i, tensor in enumerate(tensors)
         for op in ("ReduceMin", "ReduceMax")
     ]
-    outputs = list(outputs_on(with_outputs(model, nodes), samples, execution)) if nodes else []
-    found: dict[str, Range] = {}
-    for i, tensor in enumerate(tensors):
-        low = min(float(values[f"__ReduceMin_{i}"]) for values in outputs)
-        high = max(float(values[f"__ReduceMax_{i}"]) for values in outputs)
-        if math.isfinite(low) and math.isfinite(high):
-            found[tensor] = Range(low, high)
-    return Ranges(found)
+    lows, highs = np.full(len(tensors), np.inf), np.full(len(tensors), -np.inf)
+    reference: Outputs = []
+    for number, values in enumerate(outputs_on(with_outputs(model, nodes), samples, execution)):
+        lows = np.minimum(lows, [values[f"__ReduceMin_{i}"] for i in range(len(tensors))])
+        highs = np.maximum(highs, [values[f"__ReduceMax_{i}"] for i in range(len(tensors))])
+        if number < compared:
+            reference.append({tensor: values[f"__output_{i}"] for i, tensor in enumerate(model.outputs)})
+    ends = zip(tensors, lows.tolist(), highs.tolist(), strict=True)
+    ranges = {tensor: Range(low, high) for tensor, low, high in ends if math.isfinite(low) and math.isfinite(high)}
+    return Ranges(ranges), reference
 
 
 def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:

@@ -251,7 +251,7 @@ def calibrated(
     for note in record.hurried if record is not None else ():
         observer.note(f"{note}; so it was when this run began: `restart` with more time calibrates anew")
     if record is None and not settings.has_pairs:  # weights alone need no ranges
-        record = RangesRecord(ranges=Ranges({}))
+        record = store.put("ranges", RangesRecord(ranges=Ranges({})))
     if record is None and subject.quantized is not None:
         instead = "tune the float model"
         with onnxruntime_session(subject.prepared.execution, fuse=False) as session:
