@@ -130,13 +130,6 @@ def test_a_metric_that_takes_longer_than_quantize_may_is_left_out(
         quantize(asked(model, metric="cosine", time_budget=None))
 
 
-def test_quantize_looks_for_what_half_precision_holds_in_time(model: Path, clock: Clock, workers: Workers) -> None:
-    workers.drift = workers.untimed = 0.8
-    done = quantize(asked(model, engine="tensorrt"), begun=clock.now)
-    assert clock.now - 1000.0 <= 1.1 * 60.0
-    assert any("what half precision holds: only " in note for note in done.notes)
-
-
 def test_calibration_ends_if_a_pass_takes_longer_than_expected(clock: Clock) -> None:
     def produce() -> Iterator[Sample]:
         for sample in feeds(mixed(), SAMPLES):

@@ -94,9 +94,8 @@ from qdqtune.tuning.options import PORTABLE, PRECISION
 from qdqtune.tuning.subject import SamplesInTime, part_of
 from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, QuantType
 
-HALF_SHARE, CALIBRATION_SHARE, COMPARING_SHARE = 0.25, 0.5, 0.6
-"""Shares of the remaining time for the ranges of half precision, then calibration, then comparing outputs. Chosen, not
-measured."""
+CALIBRATION_SHARE, COMPARING_SHARE = 0.5, 0.6
+"""Shares of the remaining time for calibration, then comparing outputs. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +180,7 @@ class SourceOptions(ScoreOption, DataOptions, CacheOption, RewriteOption, RangeO
                 self.calibration_data, self.calibration_samples, self.input_shapes, self.seed, folders=(path.parent,)
             )
             drawn = prepare(graph, data, execution, fixed=fixed)
-            in_time = SamplesInTime(drawn.calibration, part_of(execution.ends, HALF_SHARE), 1, observer)
-            limited = replace(drawn, calibration=replace(drawn.calibration, produce=in_time))
-            lowered, _, notes = in_half_precision(limited, self.precision, facts_of(engine).usual_precision())
-            lowered = replace(lowered, calibration=drawn.calibration)
-            notes += tuple(filter(None, [in_time.shortfall("see on all samples what half precision holds")]))
+            lowered, _, notes = in_half_precision(drawn, self.precision, facts_of(engine).usual_precision())
             prepared, more = lowered.sized_for(engine)
             graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *lowered.hints, *more)
         else:

@@ -101,9 +101,9 @@ def in_half_precision(
     if wanted == "fp32" or not is_float32(prepared.model):
         return prepared, None, ()
     judging, execution = prepared.judging, prepared.execution
-    seen = list(judging or prepared.calibration.spread(HALF_SAMPLES))
+    seen = list(judging or prepared.calibration.first(HALF_SAMPLES))
     if prepared.is_held_out:
-        seen += prepared.calibration.spread(len(judging))
+        seen += prepared.calibration.first(len(judging))
     compared = judging[:HALF_SAMPLES]
     ranges, reference = extremes(prepared.shaped, seen, execution, len(compared))
     half = lowered(prepared.model, wanted, ranges, prepared.shaped, compared, reference, execution)
