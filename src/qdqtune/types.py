@@ -282,7 +282,8 @@ class Accuracy:
     slice of a float output; `slice_is_lost`: it is destroyed, and the SQNR of the whole output hides that
     (`numerics.accuracy`). `agreement` is the share of equal elements of the worst integer output. `top1` is the share
     of equal best classes among `choices`. Choices in one sample depend on each other: `independent` is how many
-    independent ones tell as much (see `numerics.scores`).
+    independent ones tell as much (see `numerics.scores`). `other_shapes` is the number of samples of which an output
+    has another shape than in float.
     """
 
     sqnr_db: float | None = None
@@ -298,6 +299,7 @@ class Accuracy:
     slice_db: float | None = None
     slice_is_lost: bool = False
     by_output: Mapping[str, float | None] = field(default_factory=dict)
+    other_shapes: int = 0
 
     @property
     def worst_output(self) -> str:

@@ -97,13 +97,14 @@ def test_compare_goes_on_behind_a_file_that_the_engine_refuses(call, tuned):
     [
         ("{ l = Log(n) \n y = Add(x, l) }", "the outputs hold NaN or infinite values"),
         ("{ z = Relu(x) }", "they have other names"),
+        ("{ y = Concat <axis = 1> (x, x) }", "on all samples they have other shapes"),
     ],
 )
 def test_outputs_that_cannot_be_compared_are_told(body: str, why: str, call: Call, tmp_path: Path) -> None:
     name = "z" if "z =" in body else "y"
     first = write(build("net (float[1,4] x) => (float[1,4] y) { y = Relu(x) }", {}), tmp_path)
     other = write(
-        build(f"net (float[1,4] x) => (float[1,4] {name}) {body}", {"n": np.float32([-1])}), tmp_path, "other"
+        build(f"net (float[1,4] x) => (float[1,N] {name}) {body}", {"n": np.float32([-1])}), tmp_path, "other"
     )
     code, out, err = call("compare", first, other, "--engine", "fake", "--calibration-data", first.with_suffix(".npz"))
     assert code == 0

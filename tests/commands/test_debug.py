@@ -358,7 +358,7 @@ OUTPUTS = {"y": np.array([3.0, 4.0]), "class": np.array([1, 2, 3, 4])}
         ({"y": np.array([3.0, 4.5]), "class": np.array([0, 0, 3, 0])}, 0.75),
         ({"y": np.array([3e9, 0.0])}, LOUDEST),
         ({"y": np.array([np.nan, 4.0])}, UNBOUNDED_NOISE),
-        ({"y": np.array([3.0, 4.0, 5.0])}, UNBOUNDED_NOISE),
+        ({"y": np.array([3.0, 4.0, 5.0])}, 3.0),
     ],
 )
 def test_the_worst_output_counts(changed: dict[str, Array], expected: float) -> None:

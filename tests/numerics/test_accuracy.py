@@ -12,6 +12,7 @@ from qdqtune.numerics.accuracy import (
     Slice,
     accuracy,
     closeness_of,
+    concern,
     is_finite,
     slice_cell,
     sqnr_db,
@@ -111,12 +112,20 @@ def test_equal_copies_of_inputs_prove_nothing() -> None:
     assert accuracy(reference, [{**reference[0], "same": np.array([1, 3])}], scores).agreement == 0.5
 
 
-def test_what_one_of_two_shapes_lacks_counts_as_zeros() -> None:
-    reference = [{"y": np.array([[3.0, 4.0]], np.float32), "n": np.array([1, 2, 3])}]
-    outputs = [{"y": np.array([[3.0], [0.0]], np.float32), "n": np.array([[1, 2]])}]
-    judged = accuracy(reference, outputs)
-    assert judged.sqnr_db == pytest.approx(10 * np.log10(25 / 16))
-    assert judged.agreement == pytest.approx(2 / 3)
+def test_a_sample_of_another_shape_has_nothing_right() -> None:
+    def sample(length: int) -> dict[str, Array]:
+        best = np.arange(length, dtype=np.int64)
+        return {"y": np.eye(8, dtype=np.float32)[None, best], "n": best}
+
+    judged = accuracy([sample(6)] * 4, [*[sample(6)] * 3, sample(2)])
+    assert judged.sqnr_db == pytest.approx(10 * np.log10(24 / 8))
+    assert judged.lowest_db == pytest.approx(10 * np.log10(6 / 8))
+    assert judged.agreement == judged.top1 == 0.75
+    assert judged.other_shapes == 1
+    assert str(concern(judged)).startswith("1 of 4 samples gave outputs of another shape")
+    assert "1 of 4 samples" in str(Limits(min_agreement=0.8).missed(judged))
+    longer = accuracy([sample(6)], [{name: array[..., None] for name, array in sample(6).items()}], NO_SCORES)
+    assert (longer.agreement, longer.other_shapes) == (0.0, 1)
 
 
 SAMPLES = 24

@@ -20,12 +20,14 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadOption, EngineRefused
 from qdqtune.graph.saving import save
 from qdqtune.numerics.metrics import (
+    Labelled,
     Name,
     answer,
     check_classes,
     chosen,
     evaluate,
     load_evaluation,
+    measure,
     paired,
     read_labels,
     row_scores,
@@ -70,6 +72,20 @@ def test_cosine_of_vectors() -> None:
     assert score.by_sample == pytest.approx(expected, rel=1e-5)
     assert scored("cosine", a, a).value == pytest.approx(1.0)
     assert scored("cosine", np.zeros((1, 4), "f"), np.zeros((1, 4), "f")).value == 1.0
+
+
+def test_a_sample_of_another_shape_than_in_float_scores_0() -> None:
+    lengths = {"float.onnx": (3, 3), "final.onnx": (3, 2)}
+
+    class Lengths:
+        def outputs(self, handle: Handle, samples: list[Sample]) -> list[Sample]:
+            return [{"y": np.ones((1, lengths[handle.path.name][int(sample["i"])], 4), "f")} for sample in samples]
+
+    original, final = (Handle(Path(name), 0, 0.0) for name in lengths)
+    samples = Samples("data", "", False, lambda: iter([{"i": np.array(i)} for i in range(2)]))
+    metric = Labelled("cosine against the float model", "", "cosine", "y", samples, None)
+    runner: Any = Lengths()
+    assert measure(metric, runner, final, lambda: original).by_sample == pytest.approx((1.0, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from qdqtune.numerics.accuracy import (
     accuracy,
     closeness_cell,
     concern,
+    count_of_other_shapes,
     decibels,
     integers_differ,
     is_finite,
@@ -541,8 +542,8 @@ def _judged(row: Row, reference: Outputs, outputs: Outputs, scores: Scores) -> R
     """The row with how close a file's outputs are to those of the first one, or why they cannot be compared."""
     if outputs[0].keys() != reference[0].keys():
         return replace(row, unlike="they have other names")
-    if any(o[k].shape != r[k].shape for o, r in zip(outputs, reference, strict=True) for k in r):
-        return replace(row, unlike="they have other shapes")
+    if count_of_other_shapes(reference, outputs) == len(reference):
+        return replace(row, unlike="on all samples they have other shapes")
     if not is_finite([*reference, *outputs]):
         return replace(row, unlike=NOT_FINITE.reason)
     exact = accuracy(reference, outputs, scores)

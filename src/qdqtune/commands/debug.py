@@ -123,11 +123,8 @@ class Damage:
 def noise(reference: Outputs, outputs: Outputs, of_slices: bool | None = None) -> float:
     """The power of the error relative to the signal, for the worst output or a destroyed slice of one; `of_slices`: for
     any slice, or (False) for none. For integer outputs, such as class numbers: the share of values that differ, if that
-    is larger. `UNBOUNDED_NOISE` if values are not finite, or have other shapes."""
+    is larger. `UNBOUNDED_NOISE` if values are not finite."""
     if not is_finite(outputs):
-        return UNBOUNDED_NOISE
-    shapes = ((r[name].shape, o[name].shape) for r, o in zip(reference, outputs, strict=True) for name in r)
-    if any(a != b for a, b in shapes):
         return UNBOUNDED_NOISE
     judged = accuracy(reference, outputs, NO_SCORES)
     counts = judged.slice_is_lost if of_slices is None else of_slices

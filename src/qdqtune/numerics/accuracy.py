@@ -39,6 +39,10 @@ Outputs = Sequence[Mapping[str, Array]]
 
 def concern(accuracy: Accuracy) -> str | None:
     """A warning in one line if outputs are not to be trusted; else None."""
+    return "; ".join(filter(None, (of_other_shapes(accuracy), _doubt(accuracy)))) or None
+
+
+def _doubt(accuracy: Accuracy) -> str | None:
     if (part := loss_of_slice(accuracy)) is not None:
         return part
     lost = accuracy.sqnr_db
@@ -74,7 +78,7 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
     The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples. One that holds
     quantities of different sizes (`_quantities`) counts as several. The result is that of the worst output, with its
     least and largest SQNR of a single sample, and the worst slice of all outputs.
-    Where shapes depend on values and differ (numbers of boxes, say), missing values count as zeros.
+    Where shapes depend on values and differ (numbers of boxes, say), no value of that sample counts as right.
     """
     scores = scores or scores_of(reference)
     count = len(outputs)
@@ -82,10 +86,11 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
         first = accuracy(reference[:count], outputs, scores.first(count))
         return replace(first, at_most_db=sqnr_db(reference, [*outputs, *reference[count:]]))
     floats, agreements = _paired(reference, outputs), []
-    for name in [name for name, arrays in floats.items() if arrays[0][0].dtype.kind != "f"]:
-        arrays = floats.pop(name)
-        total = sum(exact.size for exact, _ in arrays)
-        share = sum(int((exact == other).sum()) for exact, other in arrays) / total if total else 1.0
+    for name in reference[0].keys() - floats.keys():
+        arrays = [(exact[name], other[name]) for exact, other in zip(reference, outputs, strict=True)]
+        total = sum(max(exact.size, other.size) for exact, other in arrays)
+        equal = sum(int((exact == other).sum()) for exact, other in arrays if exact.shape == other.shape)
+        share = equal / total if total else 1.0
         if share < 1 or name not in scores.copies:  # equal copies of inputs prove nothing
             agreements.append(share)
     powers, part = _powers(floats), worst_slice(floats)
@@ -113,7 +118,21 @@ def accuracy(reference: Outputs, outputs: Outputs, scores: Scores | None = None)
         slice_db=None if part is None else part.db,
         slice_is_lost=part is not None and part.is_lost,
         by_output=by_output if len(by_output) > 1 else {},
+        other_shapes=count_of_other_shapes(reference, outputs),
     )
+
+
+def count_of_other_shapes(reference: Outputs, outputs: Outputs) -> int:
+    """The number of samples of which some output has another shape than in `reference`."""
+    samples = zip(reference, outputs, strict=True)
+    return sum(any(exact[name].shape != other[name].shape for name in exact) for exact, other in samples)
+
+
+def of_other_shapes(accuracy: Accuracy) -> str:
+    """For example: 3 of 20 samples gave outputs of another shape, which count as wrong; empty if none did."""
+    if not accuracy.other_shapes:
+        return ""
+    return f"{accuracy.other_shapes} of {accuracy.samples} samples gave outputs of another shape, which count as wrong"
 
 
 def noisiest(reference: Outputs, outputs: Outputs, count: int) -> list[int]:
@@ -133,18 +152,10 @@ Pairs = Sequence[tuple[Array, Array]]
 
 
 def _paired(reference: Outputs, outputs: Outputs) -> dict[str, Pairs]:
-    """The arrays of each output, padded with zeros to common shapes; flattened where ranks differ."""
-    pairs: dict[str, list[tuple[Array, Array]]] = {name: [] for name in reference[0]}
-    for expected, actual in zip(reference, outputs, strict=True):
-        for name, exact in expected.items():
-            other = actual[name]
-            if exact.ndim != other.ndim:
-                exact, other = exact.reshape(-1), other.reshape(-1)
-            if exact.shape != other.shape:
-                shape = np.maximum(exact.shape, other.shape)
-                exact, other = (np.pad(a, [(0, n) for n in shape - a.shape]) for a in (exact, other))
-            pairs[name].append((exact, other))
-    return dict(pairs)
+    """The arrays of each float output."""
+    names = [name for name, exact in reference[0].items() if exact.dtype.kind == "f"]
+    samples = list(zip(reference, outputs, strict=True))
+    return {name: [(exact[name], other[name]) for exact, other in samples] for name in names}
 
 
 def _powers(pairs: Mapping[str, Pairs]) -> dict[tuple[str, str], Array]:
@@ -152,8 +163,6 @@ def _powers(pairs: Mapping[str, Pairs]) -> dict[tuple[str, str], Array]:
     each of its quantities (see `_quantities`), "" for a single one."""
     powers = dict[tuple[str, str], Array]()
     for name, arrays in pairs.items():
-        if arrays[0][0].dtype.kind != "f":
-            continue
         axis, quantities = _quantities(arrays)
         for words, members in quantities.items():
             parts = arrays if not words else [(a.take(members, axis), b.take(members, axis)) for a, b in arrays]
@@ -196,7 +205,9 @@ def _sqnr(powers: Array) -> float:
 
 
 def power(values: Array, others: Array | None = None) -> float:
-    """The sum of squares, or of squared differences, in float64."""
+    """The sum of squares, or of squared differences, in float64. Of arrays of unlike shapes all values are errors."""
+    if others is not None and others.shape != values.shape:
+        return power(values) + power(others)
     exact = values.astype(np.float64) if others is None else np.subtract(values, others, dtype=np.float64)
     return float(np.square(exact).sum())
 
@@ -209,13 +220,16 @@ def _db(signal: float, noise: float) -> float:
 
 def _choices(outputs: Outputs, scores: Scores) -> tuple[float | None, int, float | None]:
     """For the output whose best classes most surely fall short of `MOST_EQUAL`: the share that agrees, the number of
-    positions, and how many independent ones tell as much (None: all). Samples whose shape differs do not count."""
+    positions, and how many independent ones tell as much (None: all). Where the shape differs, none agrees."""
     shares = list[tuple[float, int, float]]()
     for name, axis in scores.axis.items():
         best = scores.best[name]
         told = [scores.chosen(name, sample[name]) for sample in outputs]
-        equal = [(a == b).ravel() for a, b in zip(best, told, strict=True) if a.shape == b.shape]
-        same = np.concatenate(equal) if equal else np.ones(0, bool)
+        equal = [
+            (a == b).ravel() if a.shape == b.shape else np.zeros(max(a.size, b.size), bool)
+            for a, b in zip(best, told, strict=True)
+        ]
+        same = np.concatenate(equal)
         if same.size:
             are_rows = axis == 1 and best[0].size == len(best[0])  # [rows, classes]: each for itself
             alike = independent(np.array([e.sum() for e in equal]), np.array([e.size for e in equal]))
@@ -254,6 +268,7 @@ def closeness_of(accuracy: Accuracy) -> str:
     """Every measure in one line, such as 24.1 dB (18.3 to 31.0 over 16 samples), 99.0% of the best classes equal."""
     shares = (accuracy.agreement, "integers"), (accuracy.top1, "best classes")
     parts = [f"{share:.1%} of the {what} equal" for share, what in shares if share is not None]
+    parts += [text for text in [of_other_shapes(accuracy)] if text]
     if integers_differ(accuracy.sqnr_db, accuracy.agreement):
         return ", ".join(parts)
     spread = spread_of(accuracy)
@@ -319,9 +334,9 @@ def worst_slice(pairs: Mapping[str, Pairs]) -> Slice | None:
     compared with values near zero every error is large. Of a constant slice, only variation counts as signal.
     """
     slices = list[Slice]()
-    for name, arrays in pairs.items():
-        if not (axes := _axes(arrays)):
-            continue
+    for name, all_arrays in pairs.items():
+        arrays = [(exact, actual) for exact, actual in all_arrays if exact.shape == actual.shape]
+        axes = _axes(arrays) if arrays else []
         sums: dict[int, list[tuple[Array, Array]]] = {axis: [] for axis in axes}
         for exact, actual in arrays:
             wide = exact.astype(np.float64)

@@ -375,6 +375,8 @@ def measure(metric: Metric, runner: Runner, handle: Handle, floats: Callable[[],
             reference = outputs if original is handle else _outputs(runner, original, sample)
             right = answer(metric.name, reference[metric.output])
         rows = row_scores(metric.name, answer(metric.name, outputs[metric.output]), right)
+        if rows is None and labels is None and right is not None:
+            rows = [0.0] * len(right)
         if rows is None:
             raise BadOption(f"{metric.source}: output {metric.output} of one sample has another form than expected")
         by_row += rows

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, Literal
 
 from qdqtune.errors import BadOption, EngineRefused, Failure
-from qdqtune.numerics.accuracy import loss_of_slice
+from qdqtune.numerics.accuracy import loss_of_slice, of_other_shapes
 from qdqtune.numerics.scores import Score, Scores, agrees, can_tell, loss_high
 from qdqtune.timing.ratios import Plan, Verdict, judge, with_ratios
 from qdqtune.types import Accuracy, CostsByRule, Placement, Trial, noise_of
@@ -62,6 +62,10 @@ class Limits:
 
     def missed(self, accuracy: Accuracy) -> str | None:
         """A message about the first limit on outputs that is missed; None if all are met."""
+        told = self._missed(accuracy)
+        return told and "; ".join(filter(None, (told, of_other_shapes(accuracy))))
+
+    def _missed(self, accuracy: Accuracy) -> str | None:
         if self.is_surely_missed(accuracy):
             shown = "as the first one shows" if accuracy.samples == 1 else f"as the first {accuracy.samples} show"
             told = f"at most {_below(accuracy.at_most_db or 0.0, self.min_sqnr or 0.0)} dB, {shown}"
