@@ -157,6 +157,7 @@ def test_what_carries_a_value_in_or_out_of_the_model_is_no_obstacle():
     assert [(f.kind, f.nodes) for f in found] == [("boundary", ("xq",)), ("boundary", ("yd",))]
 
 
+TANH = "[tanh] t = Tanh(x)"
 MADE = CONV.replace("c =", "d =")
 TURN, RELU = "[turn] t = Transpose <perm=[0,1,3,2]>(b)", "[relu] d = Relu(c)"
 AGAIN = "[cq] c1 = QuantizeLinear({0}, {1}, z) [cd] c2 = DequantizeLinear(c1, {1}, z)"
@@ -179,9 +180,15 @@ CASES: tuple[tuple[tuple[str, ...], tuple[str, ...], dict[str, str], dict[str, A
      dict.fromkeys(("cd", "yq"), "sum (Add) runs in float: its input x carries no pair"), {}),
     ((WEIGHT, "[conv] y = Conv <pads=[1,1,1,1]>(x, v)"), ("conv: FP32",),
      {"conv": "conv (Conv) runs in float: its activation x carries no pair"}, {}),
-    (("[tanh] t = Tanh(x) [aq] a = QuantizeLinear(t, s, z) [ad] b = DequantizeLinear(a, s, z)", WEIGHT,
+    ((TANH + " [aq] a = QuantizeLinear(t, s, z) [ad] b = DequantizeLinear(a, s, z)", WEIGHT,
       CONV.replace("c =", "y =")), ("tanh: FP32", "aq: INT8", "ad + wd + conv: INT8"),
      {"aq": "tanh (Tanh) runs in float: its input x carries no pair"}, {}),
+    ((TANH, "[turn] e = Transpose <perm=[0,1,3,2]>(t)", AGAIN.format("e", "s"), WEIGHT, ALONE),
+     ("tanh: FP32", "turn: INT8", "cq: INT8", "cd + wd + conv: INT8"),
+     {"cq": "tanh (Tanh) runs in float: its input x carries no pair"}, {}),
+    ((TANH, PAIR.format("t"), "[moved] e = Transpose <perm=[0,1,3,2]>(t2)", AGAIN.format("e", "s"), WEIGHT, ALONE),
+     ("tanh: FP32", "td + moved + cq: INT8", "cd + wd + conv: INT8"),
+     {"td": "tanh (Tanh) runs in float: its input x carries no pair"}, {}),
     ((FIRST, "[shape] n = Shape(b) [tanh] t = Tanh(b) [keep] y = Reshape(t, n)"),
      ("xq: INT8", "xd: FP32", "shape: INT64", "tanh: FP32", "keep: FP32"),
      {"xq": BY_TANH, "xd": BY_TANH, "tanh": BY_TANH}, {}),

@@ -21,7 +21,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.placement.insertion import insert
-from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.possible import IN_BODIES, possible_edges
 from qdqtune.search.costs.decisions import other
 from qdqtune.search.costs.units import Decision
 from qdqtune.timing.limits import Limits
@@ -323,11 +323,14 @@ def test_builds_that_differ_elsewhere_as_well_measure_nothing(chain: Model, tmp_
 
 
 def test_what_has_no_kernel_is_not_told_as_left_out_by_the_user(tmp_path: Path) -> None:
-    model = build("""net (float[8,64] x) => (float[8,64] y, int64[2] s) {
-        [big] a = MatMul(x, w) [shape] s = Shape(a) [relu] y = Relu(a) }""", {"w": normal(64, 64)})  # fmt: skip
+    model = build("""net (float[8,64] x, int64 n, bool c) => (float[8,64] y, int64[2] s, float[8,64] z) {
+        [big] a = MatMul(x, w) [shape] s = Shape(a) [relu] y = Relu(a)
+        [loop] z = Loop <body = step (int64 i, bool g, float[8,64] v) => (bool h, float[8,64] u) {
+            h = Identity(g) u = Relu(v) }>(n, c, x) }""", {"w": normal(64, 64)})  # fmt: skip
     listed = possible_edges(model, ranges(model)) - set(model.node("relu").into)
     rows = by_name(explanations(made_up(tmp_path, model=model, possible=listed)))
-    assert rows["shape"].reason == "no kernel for this operator"
+    assert rows["shape"].reason == rows["loop"].reason == "no kernel for this operator"
+    assert rows["loop"].detail == IN_BODIES
     assert rows["relu"].reason == "excluded by your options"
 
 

@@ -25,10 +25,12 @@ ONNXRUNTIME_SHARED = frozenset({
 (Resize only in mode nearest). Pad, SpaceToDepth and GatherND stay in float; Concat and average pools have kernels with
 different scales for input and output."""
 
-ONNXRUNTIME_LACKS = frozenset({
+COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+
+ONNXRUNTIME_LACKS = COMPARISONS | {
     "ConvTranspose", "Div", "Erf", "GatherND", "Gelu", "HardSigmoid", "HardSwish", "InstanceNormalization",
     "LayerNormalization", "Pad", "ReduceMean", "SpaceToDepth", "Sub", "Tanh",
-})  # fmt: skip
+}  # fmt: skip
 """Operators that ONNX Runtime computes in float also between pairs (as ONNXRUNTIME_SHARED)."""
 
 MOVED_ACROSS = frozenset({
@@ -61,7 +63,7 @@ class EngineFacts:
     fp8: NumericFormat | None = None  # of FP8 pairs; None: it has no kernels
     has_pair_kernels: bool = True  # without, mode cut of `tune` tries weight formats alone, unless asked for pairs
     weights: tuple[str, ...] = ()  # weight formats of products, the usual ones first
-    lacks: frozenset[str] = frozenset()  # operators that it computes in float also between pairs
+    lacks: frozenset[str] = COMPARISONS  # operators that it computes in float also between pairs
     like: str = ""  # the engine whose placement rules hold for it; "" is itself
     merges: tuple[str, ...] = ()
     """The rewrites (`graph.rewrites`) that the engine makes by itself in a float model, but not, or worse, where Q/DQ
@@ -163,7 +165,7 @@ OPENVINO = EngineFacts(
     install="pip install 'qdqtune[openvino]'",
     numbers=replace(SYMMETRIC, unsigned=True, shared_scale_ops=MOVED_ACROSS),
     weights=("w4b32", "w4b128", "w4b32a", "w4b128a", "w8", "w8b32", "w8b128"),
-    lacks=frozenset({"HardSigmoid", "Softmax", "SpaceToDepth"}),
+    lacks=COMPARISONS | {"HardSigmoid", "Softmax", "SpaceToDepth"},
     loaded_by="openvino",
     saves="an OpenVINO IR",
     constants=".bin",
@@ -248,6 +250,7 @@ QNN = EngineFacts(
         wide=QType.UINT16,
         wide_scales=(FixedScale("Sigmoid", 2**-16, 0), FixedScale("Tanh", 2**-15, 2**15), FixedScale("Log", 4 / 65535)),
     ),
+    lacks=frozenset(),
     merges=("gelu", "dilations", "division"),
     plugin="onnxruntime_qnn",
     options={"backend_type": "htp"},

@@ -15,7 +15,17 @@ from typing import Literal
 import numpy as np
 
 from qdqtune.graph.model import GRAPH, Model, Node
-from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, QDQ, SETTINGS_FROM
+from qdqtune.graph.operators import (
+    ASKS_SHAPE,
+    COMPUTE,
+    CONTROL_FLOW,
+    FUSED_BEHIND,
+    INTEGER_KERNELS,
+    MOVERS,
+    QDQ,
+    SETTINGS_FROM,
+)
+from qdqtune.placement.possible import IN_BODIES
 from qdqtune.placement.reading import Pair, pairs_of, weight_only_formats
 from qdqtune.types import Array, Layer, NumericFormat
 
@@ -96,7 +106,10 @@ class _Graph:
         self._formats = weight_only_formats(model)
         self._pairs = {pair.dq.name: pair for pair in pairs_of(model)}
         home = {name: layer for layer in layers for name in layer.nodes}
-        self._alone = {name for name, layer in home.items() if layer.kind == "quantize"}
+        converting = {name for name, layer in home.items() if layer.kind == "quantize" and name in model.index_of}
+        self._alone = {name for name in converting if model.node(name).op in QDQ}
+        self._moved = converting - self._alone
+        """Nodes that the engine has moved behind the Q or in front of the DQ whose layer names them."""
         low = {name for name, layer in home.items() if is_low(layer.precision) and layer.kind != "folded"}
         self._low = low - self._alone
         self._low_operators = {node.op for node in model.nodes if node.name in self._low}
@@ -195,6 +208,9 @@ class _Graph:
         while (mover := self._model.maker(unmoved)) is not None and mover.op in KEEPS_VALUES:
             unmoved = mover.inputs[0]
         before = self._dq(unmoved)
+        first = self._pairs[before.name].q if before is not None and maker.name in self._moved else None
+        if first is not None:
+            return self._of_quantize(first)
         if before is not None and (before.index == maker.index or not self._same_numbers(before, q)):
             return self._twice(before, q)
         if maker.name not in self._low:
@@ -202,7 +218,9 @@ class _Graph:
         users = self._float_users(tensor)
         if users:
             return Finding(f"the result of {_named(maker)} is read in float as well: {users}", maker.name)
-        return Finding(UNKNOWN) if before is None else self._twice(before, q)
+        if before is not None:
+            return self._twice(before, q)
+        return Finding(UNKNOWN) if mover is None or mover.name in self._low else self._in_float(mover)
 
     def _of_dequantize(self, dq: Node) -> Finding:
         tensor = end = dq.outputs[0]
@@ -282,6 +300,8 @@ class _Graph:
 
     def _kernel(self, node: Node) -> str:
         """A text if there may be no integer kernel, as for ConvTranspose and products of two activations."""
+        if node.op in CONTROL_FLOW:
+            return IN_BODIES
         if node.op in self._low_operators:
             return ""
         if node.op not in COMPUTE or node.op == "ConvTranspose":

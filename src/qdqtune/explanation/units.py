@@ -31,9 +31,9 @@ from qdqtune.errors import Failure
 from qdqtune.explanation.formatting import counted, origin_in_words
 from qdqtune.explanation.unfused import is_float, is_low
 from qdqtune.graph.model import Model, Node
-from qdqtune.graph.operators import ASKS_SHAPE, CLAMPS, COMPUTE
+from qdqtune.graph.operators import ASKS_SHAPE, CLAMPS, COMPUTE, CONTROL_FLOW
 from qdqtune.numerics.accuracy import decibels
-from qdqtune.placement.possible import refusal
+from qdqtune.placement.possible import IN_BODIES, refusal
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import NodeTime
 from qdqtune.search.costs.decisions import margin, other
@@ -400,6 +400,8 @@ class _Table:
         model = self.parts.model
         nodes = [model.nodes[n] for n in unit.nodes]
         for node in nodes:
+            if node.op in CONTROL_FLOW:
+                return IN_BODIES
             if node.op in WITHOUT_KERNEL:
                 return f"{node.op} computes no values in 8 bits"
         if not unit.inputs:

@@ -17,12 +17,14 @@ import onnx
 
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import GRAPH, Constant, Model, Node
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONVOLUTIONS, is_float, output_channels, takes_data
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONTROL_FLOW, CONVOLUTIONS, is_float, output_channels, takes_data
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
 """Operators whose constant operand is quantized like an activation: engines have kernels with both operands in 8 bits.
 The table of a Gather is quantized like that too."""
+
+IN_BODIES = "a Loop, If or Scan computes in its bodies, where no pair can be"
 
 WEIGHT_ONLY_OPS = frozenset({"Gemm", "MatMul"})
 """Operators whose weight may have a weight format, while their activation stays float."""
@@ -47,6 +49,8 @@ def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
         is_captured = any(use.slot < 0 for use in model.uses(tensor))
         return "a body reads it under its name" if is_captured else None
     user = model.nodes[node]
+    if user.op in CONTROL_FLOW:
+        return IN_BODIES
     if user.domain:
         return f"{user.op} is no operator of ONNX"
     if tensor not in model.constants:
