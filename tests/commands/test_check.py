@@ -143,7 +143,7 @@ def test_what_a_tuning_run_has_measured_fails_elsewhere_only(call, tuned, tmp_pa
     """Away from the records, on an engine that differs, with other pairs, and with damaged records."""
     code, out, _ = call("check", tuned, "--engine", "fake")
     assert code == 0
-    assert out.splitlines()[-1].startswith("a search on this engine has found these pairs")
+    assert "nothing to do, as a search on this engine has found these pairs" in out.splitlines()[-1]
     found = json.loads(call("check", tuned, "--engine", "fake", "--json")[1])
     assert (found["measured"], found["failing"]) == (True, 0)
     assert any(f["kind"] != "boundary" for f in found["findings"])

@@ -28,7 +28,7 @@ from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, InputError, rewording
 from qdqtune.explanation import unfused
-from qdqtune.explanation.formatting import counted, placed
+from qdqtune.explanation.formatting import counted, placed, shortened
 from qdqtune.explanation.unfused import Finding, allow, is_low
 from qdqtune.explanation.units import total
 from qdqtune.graph.inference import with_input_shapes
@@ -91,7 +91,7 @@ class Layers(Shown):
             (", ".join(x.nodes), x.kind, x.precision, milliseconds(x.time_ms), x.elsewhere, x.name) for x in ordered
         ]
         columns = ("nodes", "kind", "precision", "ms", "runs elsewhere", "layer")
-        return Table(columns, rows)
+        return Table(columns, shortened(rows))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -185,8 +185,12 @@ class Checked(Shown):
         share = f", {spent:.3f} of {running:.3f} ms" if running and spent is not None else ""
         count = f"{self.profile.in_8_bits} of {len(self.running)} layers in 8 bits"
         ran = f"{placed(placement_in(strip_pairs(self.graph), self.graph))}, {count}"
+        where = f"{self.model} on {self.profile.where}"
+        if self.measured:
+            nothing = "nothing to do, as a search on this engine has found these pairs (placement.yaml beside the file)"
+            return f"{where}: {nothing}; {ran}, {counted(len(self.findings), 'note')}"
         notes = counted(len(self.findings) - len(failing), "note")
-        return f"{self.model} on {self.profile.where}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
+        return f"{where}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
 
     def table(self, most: float = inf) -> Table:
         """The findings, grouped by cause; failures first, then by time. Of the notes of each kind at most `most`; the
@@ -208,7 +212,7 @@ class Checked(Shown):
                 rows.append((finding.kind, "note" if is_note else "failure", milliseconds(finding.time_ms), names, why))
         more = [f"… and {counted(n - int(most), 'more note')} of kind {kind}" for kind, n in notes.items() if n > most]
         columns = ("what", "counts as", "ms", "nodes", "why")
-        return Table(columns, rows, "\n".join([*more, *["-v shows all"] * bool(more)]))
+        return Table(columns, shortened(rows), "\n".join([*more, *["-v shows all"] * bool(more)]))
 
     @property
     def exit_code(self) -> int:
@@ -220,9 +224,7 @@ class Checked(Shown):
         if self.fallback is not None:
             yield self.fallback.in_words()
         failing = [finding for finding in self.findings if finding.fails]
-        if self.measured and failing:
-            yield "a search on this engine has found these pairs (placement.yaml beside the file): nothing to do"
-        elif failing:
+        if failing and not self.measured:
             names = (name for finding in failing for name in (finding.cause, *finding.nodes) if name)
             first = next((f" --allow-boundary {shlex.quote(glob.escape(name))}, all of it with" for name in names), "")
             accepted = f"what is meant to be so is accepted with{first} --allow-boundary '*'"

@@ -10,7 +10,7 @@ from typing import Any
 
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.errors import BadOption
-from qdqtune.explanation.formatting import tail
+from qdqtune.explanation.formatting import shortened, tail
 from qdqtune.explanation.result_rows import verdict
 from qdqtune.explanation.units import Explanation, disturbance, explanations, shipped_origin, tally, total
 from qdqtune.options import FILE, REQUIRED, TEXT, File, Options, meant
@@ -46,7 +46,8 @@ class Explained(Shown):
             for row in self.rows:
                 runs_in = ", ".join(filter(None, (row.state, row.precision)))
                 rows.append((", ".join(row.nodes), ", ".join(row.operators), runs_in, row.why, *_times(row)))
-            return Table(("nodes", "operators", "runs in", "why", "ms", f"{self.floats}, ms"), rows, self.caution)
+            columns = ("nodes", "operators", "runs in", "why", "ms", f"{self.floats}, ms")
+            return Table(columns, shortened(rows), self.caution)
         sums: list[tuple[str, ...]] = [
             (str(len(each.nodes)), each.state, *_times(each), each.reason, tail(each.nodes[0]))
             for each in tally(self.rows)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,22 @@ TAIL = 36
 def tail(name: str) -> str:
     """The last TAIL characters of a node's name, which say more than its beginning."""
     return name if len(name) <= TAIL else "…" + name[1 - TAIL :]
+
+
+LONG_NAME = re.compile(rf"[^\s,'()]{{{TAIL + 1},}}")
+
+
+def shortened(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The rows of a table with long names cut as by `tail`, but later where names would look the same."""
+    names = {name for row in rows for cell in row for name in LONG_NAME.findall(cell)}
+    short = {name: tail(name) for name in names}
+    while (uses := Counter(short.values())).total() > len(uses):
+        alike = [name for name in names if uses[short[name]] > 1]
+        for name in alike:
+            end = len(name) - len(short[name])
+            cut = max(name.rfind("/", 0, end), name.rfind(";", 0, end)) + 1
+            short[name] = f"…{name[cut:]}" if cut else name
+    return [[LONG_NAME.sub(lambda found: short[found[0]], cell) for cell in row] for row in rows]
 
 
 ORIGINS: Mapping[str, str] = {

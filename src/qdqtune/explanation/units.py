@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from math import isclose, log
+from math import isclose, log, log10
 from statistics import median
 from typing import Any, Literal
 
@@ -304,10 +304,20 @@ class _Table:
             most = NOISE if source == "measured" else self._clear
             if abs(share) > most and not is_guess:
                 figure = {"more_ms": share * ms, "alike": alike, "source": source}
-            elif share > NOISE or not is_guess:
+            elif abs(share) <= NOISE and not is_guess:
+                whose = f"the pairs of {and_others(alike)}" if alike else "its pairs"
+                text = f"{whose} gain less than {NOISE:.0%} of the latency ({source}){self._cost_of_pairs(floats)}"
+            elif share > NOISE:
                 text = _estimated("float", alike, share, most, is_guess, source)
         self._if_floats[kind, how] = text, figure
         return text, figure
+
+    def _cost_of_pairs(self, floats: Decision) -> str:
+        """What the pairs of what ships that a decision leaves out cost in accuracy, as text; empty if unknown."""
+        if self.run.noise is None:
+            return ""
+        now, rest = (self.run.noise.summed(self.parts.placement(each)) for each in (self._decision, floats))
+        return f", and cost {10 * log10(now / rest):.1f} dB (estimated)" if now > 1.01 * rest > 0 else ""
 
     def _measured_with(self, decision: Decision, units: Collection[int]) -> float | None:
         """The relative change of latency with `decision` in place of what ships, which differs in `units` alone, if
@@ -346,13 +356,21 @@ class _Table:
             detail = f"nothing that was tried has it in 8 or 16 bits and holds {self._limit}"
             return {"reason": "accuracy limit", "detail": detail}
         if unit.number not in self._twins[unit.kind]:
-            detail = "with pairs on a part of what it reads and writes the engine ran it in float"
-            return {"reason": "not between pairs", "detail": detail}
+            return {"reason": "not between pairs", "detail": f"the engine ran it in float{self._bare_side(unit)}"}
         missed = self._missed_chance(unit)
         key = unit.kind, 0 if missed is None else missed.number
         if key not in self._judged:
             self._judged[key] = self._judgement(unit, missed)
         return self._judged[key]
+
+    def _bare_side(self, unit: Unit) -> str:
+        """Where a unit has no pair in what ships, as text."""
+        edges = self.run.placement.edges
+        reads = (f"its input {e.tensor}" for e in (*unit.inputs, *unit.weights) if e not in edges)
+        stored = {edge.tensor for edge in edges}
+        writes = (f"its output {tensor}" for tensor in unit.outputs if tensor not in stored)
+        bare = next(chain(reads, writes), "")
+        return f": {bare} carries no pair" if bare else ": no pair stands between its nodes" * (len(unit.nodes) > 1)
 
     def _judgement(self, unit: Unit, missed: Trial | None) -> dict[str, Any]:
         """As `_in_float`, by the facts 2 to 6 of the module's docstring; `missed` is a candidate for fact 5."""
@@ -360,7 +378,7 @@ class _Table:
         alike = len(twins) - 1
         trial, others = self._nearest(twins)
         measured = None if trial is None or others or trial.against != run.placement else judge(trial, run.plan)
-        change, is_shown, source, figure, detail = None, True, "measured", dict[str, Any](), ""
+        change, is_guess, is_shown, source, figure, detail = None, False, True, "measured", dict[str, Any](), ""
         if measured is not None and (measured.verdict != "undecided" or not is_wide(measured)):
             change, most = measured.median - 1 if measured.verdict != "undecided" else 0.0, NOISE
             detail = f"with {and_others(alike)} in 8 bits the model was {measured.speedup} as fast (measured)"
@@ -381,13 +399,15 @@ class _Table:
             return {"reason": reason, "detail": detail, **(figure if is_gain else {})}
         if change is not None and -NOISE <= change <= most:
             together = self._together(unit) if source == "estimated" else None
-            reason, detail = together or ("no gain beyond noise", detail)
-            return {"reason": reason, "detail": detail}
+            if together or change <= NOISE or not is_guess:
+                reason, detail = together or ("no gain beyond noise", detail)
+                return {"reason": reason, "detail": detail}
         if change is not None and change > 0:
             price = None if self._costs is None else self._costs.prices[unit.number]
             has_fast_kernel = price is not None and price.as_quantized < price.as_float
             reason = "conversions cost more than it saves" if has_fast_kernel else "slower in 8 bits"
-            return {"reason": reason, "detail": "" if figure else detail, **figure}
+            guess = f"estimated with {and_others(alike)} in 8 bits, not measured"
+            return {"reason": reason, "detail": "" if figure else guess, **figure}
         reason, detail = self._outcome(trial, others)
         return {"reason": reason, "detail": detail, **figure}
 

@@ -17,7 +17,15 @@ import onnx
 
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import GRAPH, Constant, Model, Node
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONTROL_FLOW, CONVOLUTIONS, is_float, output_channels, takes_data
+from qdqtune.graph.operators import (
+    ARITHMETIC,
+    COMPUTE,
+    CONTROL_FLOW,
+    CONVOLUTIONS,
+    is_float,
+    output_channels,
+    takes_data,
+)
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
