@@ -567,28 +567,22 @@ class _Table:
         return more_ms
 
     def _lost_accuracy(self, twins: frozenset[int]) -> str:
-        """A text if the outputs are predicted to miss the limit with these units rounded; else empty."""
-        noise, most = self.run.noise, self.run.limits.max_noise
+        """A text if the noise that was measured for the values of these units, one by one, exceeds the limit together
+        with that of what ships; else empty."""
+        noise, most, trial = self.run.noise, self.run.limits.max_noise, self.run.trial
         if noise is None or most is None:
             return ""
-        allowed, now, rounded = self._noise_now
+        rounded = {noise.value(edge.tensor) for edge in self.run.placement.edges}
         edges = set[Edge]()
         for unit in (self.parts.units[number] for number in twins):
             edges.update(unit.inputs, unit.weights, *(self.parts.edges.get(tensor, ()) for tensor in unit.outputs))
-        alone = noise.summed(Placement.of(edge for edge in edges if noise.value(edge.tensor) not in rounded))
-        if not alone or now + alone <= DOUBT * allowed:
+        added = noise.summed(Placement.of(edge for edge in edges if noise.value(edge.tensor) not in rounded))
+        now = 0.0 if trial is None or trial.accuracy is None else trial.accuracy.noise
+        if not added or now + added <= DOUBT * most:
             return ""
-        expected, limit = (decibels(sqnr_of(each)) for each in ((now + alone) * most / allowed, most))
-        added = f"{and_others(len(twins) - 1)} in 8 bits{', too,' if rounded else ''}"
-        return f"with {added} the outputs are estimated at {expected}, and the limit is {limit}"
-
-    @cached_property
-    def _noise_now(self) -> tuple[float, float, set[str]]:
-        """The most noise within the limits, the noise of what ships, and the values that it rounds."""
-        noise, placement = self.run.noise, self.run.placement
-        assert noise is not None
-        rounded = {noise.value(edge.tensor) for edge in placement.edges}
-        return noise.allowed(self.run.history), noise.summed(placement), rounded
+        expected, limit = decibels(sqnr_of(now + added)), decibels(sqnr_of(most))
+        what = f"{and_others(len(twins) - 1)} in 8 bits{', too,' if rounded else ''}"
+        return f"with {what} the outputs are estimated at {expected}, and the limit is {limit}"
 
     def _outcome(self, trial: Trial | None, others: int) -> tuple[Reason, str]:
         """The outcome of `trial`, the candidate nearest to a unit in 8 bits, which differs on `others` more tensors."""

@@ -24,7 +24,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
-from qdqtune.calibration.observe import Outputs, Session, onnxruntime_session, running
+from qdqtune.calibration.observe import Outputs, Session, limited, onnxruntime_session
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.errors import BadModel, EngineRefused
@@ -170,12 +170,13 @@ def check_stripped(stripped: Model, given: Model, session: Session, sample: Samp
 # Blocks of neighbouring tensors are switched on together, and the block with the most noise is halved, until a number
 # of inferences is spent. The tensors of a block that was not halved share its noise.
 
-MEASUREMENTS = 256
-"""Most blocks to measure, whatever the size of the model. Chosen, not measured."""
+MEASUREMENTS, FEW, SAMPLES = 256, 64, 4
+"""Most blocks to measure, whatever the size of the model, and most samples for each; fewer samples if time allows fewer
+than `FEW` blocks. In a detector each sample shows the noise of other tensors: those where its objects are found.
+Chosen, not measured."""
 
-INFERENCES, SAMPLES = 400, 4
-"""Inferences for all measurements together, and most samples for each block, if blocks are few. Chosen, not
-measured."""
+INFERENCES = 400
+"""Most inferences of `debug` for all measurements together. Chosen, not measured."""
 
 CONSIDERED = 0.1
 """Share of the inferences for finding the noisiest samples, on which blocks are then measured: most of the noise of all
@@ -221,11 +222,11 @@ def sensitivities(
         model = with_opset(model, BLOCK_OPSET)
     roundings = _roundings(model, pairs)
     count, listener = len(roundings), listener or Deaf()
-    wanted = min(2 * count, MEASUREMENTS)
-    each = max(1, min(SAMPLES, INFERENCES // wanted))
+    wanted, each = min(2 * count, MEASUREMENTS), min(SAMPLES, len(samples))
     switched = with_roundings(model, roundings, switched=True)
     # not fused: ONNX Runtime's fusions do not look outside of an If
-    with running(switched, execution, fuse=False) as run:
+    with onnxruntime_session(limited(execution, switched), fuse=False) as session:
+        run = session.load(switched, "switched")
 
         def outputs(block: Block, chosen: Sequence[Sample]) -> Outputs:
             switches = {f"{SWITCH}{i}": np.asarray(block[0] <= i < block[1]) for i in range(count)}
@@ -248,11 +249,14 @@ def sensitivities(
         reference = outputs(NONE, used)
         seconds = max(time.monotonic() - begun, sys.float_info.epsilon)  # clocks may be coarser
         possible = wanted if deadline is None else int((deadline - time.monotonic()) / seconds)
-        seen = samples[: int(CONSIDERED * each * wanted / 2)]
+        while possible < min(wanted, FEW) and each > 1:
+            possible, each = 2 * possible, each // 2
+            reference, used = reference[:each], used[:each]
         if possible < wanted:
             on_fewer()
             wanted = max(1, possible)
-        elif len(seen) > each:
+        seen = samples[: int(CONSIDERED * each * wanted / 2)]
+        if len(seen) > each:
             exact, changed = outputs(NONE, seen), rounded((0, count), seen)
             if changed is not None:
                 noisy = noisiest(exact, changed, each)

@@ -8,6 +8,7 @@ measured latencies.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -204,10 +205,11 @@ class FinishedRun:
 
     @cached_property
     def alone(self) -> Mapping[str, float]:
-        """For each tensor, the power of the output error if only it is rounded, relative to the output's power; empty
-        if that was not measured."""
-        noises = self.records.values("noise:", dict[str, float])
-        return list(noises.values())[-1] if noises else {}
+        """For each tensor that was rounded alone, the power of the output error relative to the output's power. Tensors
+        of equal noise were measured together only."""
+        noises = [*self.records.values("noise:", dict[str, float]).values()]
+        counts = Counter(noises[-1].values() if noises else ())
+        return {tensor: noise for tensor, noise in noises[-1].items() if counts[noise] == 1} if noises else {}
 
     @cached_property
     def noise(self) -> Noise | None:
