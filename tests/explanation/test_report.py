@@ -263,7 +263,7 @@ def test_a_run_says_what_became_of_it_and_why_a_node_runs_as_it_does(
         assert tally(explained.rows)[0].ms is None
     if name == "not exact enough":  # what is built first waits for no noise of single tensors
         kinds = [row["kind"] for row in lines(folder / "autotuner_state.yaml")]
-        assert kinds.index("trial") < kinds.index("noise")
+        assert kinds.index("trial") < kinds.index("sensitivity")
 
 
 def test_the_summary_is_about_the_file_that_ships_and_a_row_says_which_candidate_that_is(folder: Path) -> None:

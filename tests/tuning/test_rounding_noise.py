@@ -11,6 +11,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import Failure
+from qdqtune.numerics.simulation import Sensitivities
 from qdqtune.tuning import rounding_noise
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.rounding_noise import noise_of
@@ -59,7 +60,7 @@ def test_noise_that_cannot_be_measured_counts_the_same_for_all_and_is_not_told(t
         run = run_of(tmp_path, store=store)
         vars(run.subject)["possible"] = frozenset({Edge("x", "n", 0)})
         assert rounding_noise._Alone(run, 0.0, 0.5).tensors() == {"x": 1.0}
-        assert store.values("noise:", dict[str, float]) == {"0": {}}
+        assert store.values("sensitivity:", Sensitivities) == {"0": Sensitivities({})}
 
 
 @pytest.mark.usefixtures("workers")

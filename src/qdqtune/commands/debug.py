@@ -36,7 +36,7 @@ from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.numerics.accuracy import ANOTHER_SIZE, FLOOR_DB, accuracy, is_finite, loss_of_slice
 from qdqtune.numerics.scores import NO_SCORES
-from qdqtune.numerics.simulation import INFERENCES, SAMPLES, UNBOUNDED_NOISE, check_stripped, halved
+from qdqtune.numerics.simulation import INFERENCES, SAMPLES, UNBOUNDED_NOISE, check_stripped, halved, shared
 from qdqtune.options import MaybeFile, number
 from qdqtune.placement.reading import is_quantized, twins_of
 from qdqtune.placement.stripping import strip_pairs
@@ -194,7 +194,8 @@ class SwitchedPairs:
         if len(self.tensors) <= INFERENCES:
             alone = [self.noise([tensor]) for tensor in self.tensors]
         else:
-            alone = halved(len(self.tensors), lambda block: self.noise(self.tensors[slice(*block)]), INFERENCES)
+            blocks = halved(len(self.tensors), lambda block: self.noise(self.tensors[slice(*block)]), INFERENCES)
+            alone = shared(blocks, [1.0] * len(self.tensors))
         return dict(sorted(zip(self.tensors, alone, strict=True), key=lambda ranked: -ranked[1]))
 
 

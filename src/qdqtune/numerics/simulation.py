@@ -12,6 +12,7 @@ these rewrites of the graph, with ONNX Runtime's integer Softmax. Weights have a
 from __future__ import annotations
 
 import heapq
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +37,13 @@ from qdqtune.placement.insertion import Inserter, quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.placement.reading import dynamic_products_of
 from qdqtune.placement.switches import (
+    ERROR,
+    POWER,
     SWITCH,
     Rounding,
     file_pairs,
     is_switched_at_reader,
+    with_errors,
     with_file_pairs,
     with_roundings,
 )
@@ -59,6 +63,15 @@ from qdqtune.types import (
 )  # fmt: skip
 
 MICROSOFT = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class Sensitivities:
+    """The relative noise (`search.costs.output_noise`) that rounding each tensor adds to the worst output: measured for
+    those in `alone`; for others an estimate, their share of what several tensors were measured to add together."""
+
+    noise: Mapping[str, float]
+    alone: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -168,7 +181,7 @@ def check_stripped(stripped: Model, given: Model, session: Session, sample: Samp
 
 # ---- what rounding each tensor alone does to the outputs: one build of the float model with a switch at every tensor.
 # Blocks of neighbouring tensors are switched on together, and the block with the most noise is halved, until a number
-# of inferences is spent. The tensors of a block that was not halved share its noise.
+# of inferences is spent. The tensors of a block that was not halved share its noise by their own errors.
 
 MEASUREMENTS, FEW, SAMPLES = 256, 64, 4
 """Most blocks to measure, whatever the size of the model, and most samples for each; fewer samples if time allows fewer
@@ -205,8 +218,8 @@ def sensitivities(
     deadline: float | None = None,
     execution: Execution = EXECUTION,
     on_fewer: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """The relative noise (`search.costs.output_noise`) that rounding each tensor of `pairs` adds to the worst output.
+) -> Sensitivities:
+    """What rounding each tensor of `pairs` does to the outputs.
 
     Runs on ONNX Runtime, on at most `SAMPLES` samples: those of the first ones whose outputs change most when all
     tensors are rounded. Tensors are measured in blocks, which are halved while they have more noise than `floor` and
@@ -217,7 +230,7 @@ def sensitivities(
             any measurement met a transient failure, which says nothing about noise.
     """
     if not pairs:
-        return {}
+        return Sensitivities({})
     if any(isinstance(how, WeightFormat) or (how and how.qtype is QType.UINT16) for how in pairs.values()):
         model = with_opset(model, BLOCK_OPSET)
     roundings = _roundings(model, pairs)
@@ -272,15 +285,37 @@ def sensitivities(
             noise = UNBOUNDED_NOISE if found is None else Accuracy(sqnr_db(reference, found)).noise
             return min(noise, UNBOUNDED_NOISE)
 
-        shares = halved(count, noise_of, wanted, floor, deadline)
-    return {rounding.tensor: share for rounding, share in zip(roundings, shares, strict=True)}
+        own = own_errors(session, model, roundings, used)
+        blocks = halved(count, noise_of, wanted, floor, deadline)
+    tensors = [rounding.tensor for rounding in roundings]
+    shares = shared(blocks, own)
+    alone = frozenset(tensors[start] for start, stop in blocks if stop - start == 1)
+    return Sensitivities(dict(zip(tensors, shares, strict=True)), alone)
+
+
+def own_errors(session: Session, model: Model, roundings: Sequence[Rounding], samples: Sequence[Sample]) -> list[float]:
+    """The error of each rounding relative to its tensor, in power, on these samples; 0 where that is no number."""
+    outputs = session.outputs(with_errors(model, roundings), "errors", samples)
+    errors = [sum(float(each[f"{ERROR}{i}"]) for each in outputs) for i in range(len(roundings))]
+    powers = [sum(float(each[f"{POWER}{i}"]) for each in outputs) for i in range(len(roundings))]
+    ratios = (error / power if power > 0 else 0.0 for error, power in zip(errors, powers, strict=True))
+    return [ratio if math.isfinite(ratio) else 0.0 for ratio in ratios]
+
+
+def shared(blocks: Mapping[Block, float], own: Sequence[float]) -> list[float]:
+    """The noise of each tensor: that of its block, shared in proportion to the tensors' `own` errors."""
+    shares = [0.0] * len(own)
+    for (start, stop), noise in blocks.items():
+        parts = own[start:stop] if sum(own[start:stop]) > 0 else [1.0] * (stop - start)
+        shares[start:stop] = [noise * part / sum(parts) for part in parts]
+    return shares
 
 
 def halved(
     count: int, noise: Callable[[Block], float], most: int, floor: float = 0.0, deadline: float | None = None
-) -> list[float]:
-    """The noise of each of `count` tensors: the block with the most noise is halved until `most` blocks are measured,
-    none has more noise than `floor`, or `time.monotonic` is past `deadline`."""
+) -> dict[Block, float]:
+    """The noise of blocks that together have all of `count` tensors: the block with the most noise is halved until
+    `most` blocks are measured, none has more noise than `floor`, or `time.monotonic` is past `deadline`."""
     blocks = [(-noise((0, count)), 0, count)]
     single: list[tuple[float, int, int]] = []
     done = 1
@@ -296,10 +331,7 @@ def halved(
         for half in ((start, middle), (middle, stop)):
             heapq.heappush(blocks, (-noise(half), *half))
         done += 2
-    shares = [0.0] * count
-    for negative, start, stop in (*blocks, *single):
-        shares[start:stop] = [-negative / (stop - start)] * (stop - start)
-    return shares
+    return {(start, stop): -negative for negative, start, stop in (*blocks, *single)}
 
 
 # ---- roundings

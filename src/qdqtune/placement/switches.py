@@ -25,6 +25,9 @@ from qdqtune.types import Edge
 SWITCH = "__switch_"
 """Prefix of the inputs that switch roundings on; the number of the rounding follows."""
 
+ERROR, POWER = "__error_", "__power_"
+"""Prefixes of the outputs of `with_errors`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rounding:
@@ -41,6 +44,28 @@ class Rounding:
 def with_roundings(model: Model, roundings: Sequence[Rounding], *, switched: bool) -> Model:
     """`model` with these roundings; if `switched`, rounding i is on only while the model input `SWITCH` + i is true."""
     return _Writer(model, roundings, is_switched=switched).written()
+
+
+def with_errors(model: Model, roundings: Sequence[Rounding]) -> Model:
+    """`model` with two outputs for each rounding, the sums of squares of its error and of its exact tensor: `ERROR` and
+    `POWER` with its number."""
+    writer = _Writer(model, roundings, is_switched=True)
+    writer.raw.clear()  # outputs keep their names: nothing reads the rounded tensors
+    outputs = []
+    for number, rounding in enumerate(roundings):
+        exact, error = rounding.tensor, f"__error_of_{number}"
+        chain = list(writer.copies(number))
+        chain.append(helper.make_node("Sub", [chain[-1].output[0], exact], [error], error))
+        for prefix, tensor in ((ERROR, error), (POWER, exact)):
+            name = f"{prefix}{number}"
+            chain.append(helper.make_node("Cast", [tensor], [f"{name}_float"], f"{name}_float", to=TensorProto.FLOAT))
+            chain.append(helper.make_node("ReduceSumSquare", [f"{name}_float"], [name], name, keepdims=0))
+            outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, []))
+        writer.nodes += chain
+    result = rebuild(model, [*model.proto.graph.node, *writer.nodes], writer.added)
+    del result.proto.graph.output[:]
+    result.proto.graph.output.extend(outputs)
+    return result
 
 
 def is_switched_at_reader(model: Model, edge: Edge) -> bool:
@@ -60,10 +85,10 @@ class _Writer:
         self._numbers = {edge: number for number, rounding in enumerate(roundings) for edge in rounding.edges}
         names = UniqueNames(names_in(model.proto.graph))
         shown = dict.fromkeys(e.tensor for e in self._numbers if e.is_graph_output)
-        self._raw = {tensor: names.fresh(tensor + RAW_OUTPUT) for tensor in shown}
+        self.raw = {tensor: names.fresh(tensor + RAW_OUTPUT) for tensor in shown}
         self._made: dict[int, str] = {}
-        self._nodes: list[onnx.NodeProto] = []
-        self._added: dict[str, Constant] = {}
+        self.nodes: list[onnx.NodeProto] = []
+        self.added: dict[str, Constant] = {}
 
     def written(self) -> Model:
         model = self._model
@@ -74,11 +99,11 @@ class _Writer:
                 if edge != weight:
                     copy.input[slot] = self._read(edge)
             for slot, tensor in enumerate(node.outputs):
-                copy.output[slot] = self._raw.get(tensor, tensor)
-            self._nodes.append(copy if weight is None else self._switched_reader(copy, weight, node.outputs[0]))
+                copy.output[slot] = self.raw.get(tensor, tensor)
+            self.nodes.append(copy if weight is None else self._switched_reader(copy, weight, node.outputs[0]))
         for slot, tensor in enumerate(model.outputs):
             self._read(Edge(tensor, "", slot))
-        result = rebuild(model, self._nodes, self._added)
+        result = rebuild(model, self.nodes, self.added)
         if self._is_switched:
             switches = (f"{SWITCH}{number}" for number in range(len(self._roundings)))
             result.proto.graph.input.extend(helper.make_tensor_value_info(s, TensorProto.BOOL, []) for s in switches)
@@ -91,7 +116,7 @@ class _Writer:
         """The name of the tensor that the user of an edge reads; its rounding is written at the first call."""
         number = self._numbers.get(edge)
         if number is None:
-            return self._raw.get(edge.tensor, edge.tensor)
+            return self.raw.get(edge.tensor, edge.tensor)
         if number not in self._made:
             self._made[number] = self._write(number)
         return self._made[number]
@@ -100,21 +125,21 @@ class _Writer:
         rounding = self._roundings[number]
         is_output = any(edge.is_graph_output for edge in rounding.edges)
         result = rounding.tensor if is_output else f"__rounded_{number}"
-        nodes = list(self._copies(number))
+        nodes = list(self.copies(number))
         if not self._is_switched:
             nodes[-1].output[0] = result
-            self._nodes += nodes
+            self.nodes += nodes
             return result
         same, name = f"__rounded_{number}_same", f"__rounded_{number}"
-        passing = helper.make_node("Identity", [self._raw.get(rounding.tensor, rounding.tensor)], [same], same)
+        passing = helper.make_node("Identity", [self.raw.get(rounding.tensor, rounding.tensor)], [same], same)
         dtype = self._model.tensors[rounding.tensor].dtype
-        self._nodes.append(_either(f"{SWITCH}{number}", nodes, [passing], dtype, result, name))
+        self.nodes.append(_either(f"{SWITCH}{number}", nodes, [passing], dtype, result, name))
         return result
 
     def _switched_reader(self, reader: onnx.NodeProto, edge: Edge, output: str) -> onnx.NodeProto:
         """An If with two copies of the only node that reads a weight: one reads it rounded, one as it is."""
         number = self._numbers[edge]
-        rounding, copies = list(self._copies(number)), [deepcopy(reader), deepcopy(reader)]
+        rounding, copies = list(self.copies(number)), [deepcopy(reader), deepcopy(reader)]
         for copy, name in zip(copies, ("rounded", "plain"), strict=True):
             copy.name = copy.output[0] = f"__rounded_{number}_{name}"
         copies[0].input[edge.index] = rounding[-1].output[0]
@@ -122,16 +147,16 @@ class _Writer:
         whole = [*rounding, copies[0]]
         return _either(f"{SWITCH}{number}", whole, copies[1:], dtype, reader.output[0], f"__rounded_{number}")
 
-    def _copies(self, number: int) -> Iterator[onnx.NodeProto]:
+    def copies(self, number: int) -> Iterator[onnx.NodeProto]:
         rounding = self._roundings[number]
-        before, others = self._raw.get(rounding.source, rounding.source), dict[str, str]()
+        before, others = self.raw.get(rounding.source, rounding.source), dict[str, str]()
         for step, node in enumerate(rounding.nodes):
             copy = deepcopy(node)
             copy.name = f"__rounded_{number}_{step}_{node.op_type}"
             for slot, name in enumerate(node.input):
                 if name in rounding.constants:
                     copy.input[slot] = f"__rounded_{number}_{step}_{slot}"
-                    self._added[copy.input[slot]] = rounding.constants[name]
+                    self.added[copy.input[slot]] = rounding.constants[name]
                 elif slot == 0:
                     copy.input[slot] = before
                 else:

@@ -8,7 +8,6 @@ measured latencies.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +23,7 @@ from qdqtune.graph.inference import with_input_shapes
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.scores import Score
+from qdqtune.numerics.simulation import Sensitivities
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.possible import every_edge, possible_edges
 from qdqtune.placement.reading import placement_in
@@ -36,7 +36,7 @@ from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, RUN
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.shipping import Compared, first_faster
-from qdqtune.tuning.store import IN_A_HURRY, Journal, RangesRecord, proof_key, read_journal
+from qdqtune.tuning.store import IN_A_HURRY, SENSITIVITY, Journal, RangesRecord, proof_key, read_journal
 from qdqtune.tuning.subject import Fingerprint, edges_within, filtered
 from qdqtune.tuning.summary import AtThreads, RunLog, Summary, keeps_own_pairs, read_json, read_summary
 from qdqtune.types import Edge, Layer, Measurement, Placement, Trial
@@ -205,15 +205,15 @@ class FinishedRun:
 
     @cached_property
     def alone(self) -> Mapping[str, float]:
-        """For each tensor that was rounded alone, the power of the output error relative to the output's power. Tensors
-        of equal noise were measured together only."""
-        noises = [*self.records.values("noise:", dict[str, float]).values()]
-        counts = Counter(noises[-1].values() if noises else ())
-        return {tensor: noise for tensor, noise in noises[-1].items() if counts[noise] == 1} if noises else {}
+        """For each tensor that was rounded alone, the power of the output error relative to the output's power."""
+        found = [*self.records.values(f"{SENSITIVITY}:", Sensitivities).values()]
+        return (
+            {tensor: noise for tensor, noise in found[-1].noise.items() if tensor in found[-1].alone} if found else {}
+        )
 
     @cached_property
     def noise(self) -> Noise | None:
-        """The noise estimates of the search; None if the run did not measure single tensors."""
+        """The noise of tensors that were rounded alone; None if the run measured none."""
         return Noise(self.model, self.alone, self.limits.max_noise) if self.alone else None
 
     def _layers(self, of: str) -> tuple[Layer, ...]:

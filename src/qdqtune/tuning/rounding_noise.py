@@ -17,12 +17,12 @@ import numpy as np
 from qdqtune.calibration.scales import Quantization, Ranges, rounded_weight
 from qdqtune.errors import EngineRefused
 from qdqtune.graph.model import Model
-from qdqtune.numerics.simulation import How, quantization, sensitivities
+from qdqtune.numerics.simulation import How, Sensitivities, quantization, sensitivities
 from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.output_noise import Noise
 from qdqtune.tuning.observer import SEARCHING
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.store import Caveat
+from qdqtune.tuning.store import SENSITIVITY, Caveat
 from qdqtune.types import Accuracy, Edge, NumericFormat, Placement, WeightFormat
 
 Key = TypeVar("Key")
@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 NEGLIGIBLE_SHARE = 0.01
 """Tensors that together cause a smaller share of the allowed noise are not measured singly. Chosen, not measured."""
 
-TIME_SHARE = 0.25
+TIME_SHARE = 0.15
 """Share of the remaining time for measuring the noise of single tensors. Chosen, not measured."""
 
 LEAST_SECONDS = 300.0
@@ -180,16 +180,17 @@ class _Alone:
         """
         subject, bits = self.run.subject, "" if narrow is None else " in 16 bits"
 
-        def measured(caveat: Caveat) -> dict[str, float]:
+        def measured(caveat: Caveat) -> Sensitivities:
             wide = narrow is not None
             values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible, wide=wide)
-            alone = self.measured(f"rounding each tensor{bits}", values, caveat)
+            found = self.measured(f"rounding each tensor{bits}", values, caveat) or Sensitivities({})
             if narrow is not None:
-                return {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()} | (alone or {})
-            return alone or {}  # `explain` tells only what was measured
+                scaled = {tensor: noise / STEPS_IN_ONE**2 for tensor, noise in narrow.items()}
+                return replace(found, noise={**scaled, **found.noise})
+            return found  # `explain` tells only what was measured
 
-        found = self._stored(f"noise{bits}", dict[str, float], measured)
-        return found or dict.fromkeys((edge.tensor for edge in subject.possible), 1.0)
+        found = self._stored(f"{SENSITIVITY}{bits}", Sensitivities, measured)
+        return found.noise or dict.fromkeys((edge.tensor for edge in subject.possible), 1.0)
 
     def weights(self, coarsest: Mapping[Edge, WeightFormat]) -> Mapping[tuple[str, str], float]:
         """The noise of each weight in each weight format, by tensor and format name: measured in the coarsest format,
@@ -205,7 +206,7 @@ class _Alone:
             shares = {edge: error_of(model, edge, weight_format) for edge, weight_format in coarsest.items()}
             rows = []
             for edge, weight_formats in run.format_shares.items():
-                noise = shares[edge] if alone is None else alone[edge.tensor]
+                noise = shares[edge] if alone is None else alone.noise[edge.tensor]
                 for weight_format in weight_formats:
                     own = noise * error_of(model, edge, weight_format) / shares[edge]
                     shared = of_activation.get(edge, 0.0) if weight_format.dynamic else 0.0
@@ -227,10 +228,10 @@ class _Alone:
         inputs = {edge: model.node(edge.node).into[0] for edge in able}
         alone = self.measured("rounding activations at run time", dict.fromkeys(inputs.values()), caveat)
         readers = Counter(e.tensor for e in inputs.values())
-        return {edge: alone[i.tensor] / readers[i.tensor] for edge, i in inputs.items()} if alone else {}
+        return {edge: alone.noise[i.tensor] / readers[i.tensor] for edge, i in inputs.items()} if alone else {}
 
-    def measured(self, what: str, pairs: Mapping[Edge, How], caveat: Caveat) -> dict[str, float] | None:
-        """The noise of each tensor alone; None if ONNX Runtime cannot run the model. `what` describes it for the user.
+    def measured(self, what: str, pairs: Mapping[Edge, How], caveat: Caveat) -> Sensitivities | None:
+        """The noise of each tensor; None if ONNX Runtime cannot run the model. `what` describes it for the user.
         `caveat` is marked if time was too short to measure all tensors one by one."""
         run, deadline, is_thinned = self.run, self.deadline, list[bool]()
         run.observer.stage(f"measuring what {what} does to the outputs")

@@ -36,6 +36,9 @@ BEGINNING = b'{"key": "run", '
 OF_THE_START = ("ranges", "float:", "metric:")
 """Prefixes of keys that are written before the first candidate."""
 
+SENSITIVITY = "sensitivity"
+"""The key of what rounding single tensors does, up to its colon."""
+
 IN_A_HURRY = ", in a hurry"
 """Suffix of the key of a value that is incomplete for want of time; a later session computes it again."""
 
