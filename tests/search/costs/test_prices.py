@@ -306,7 +306,7 @@ def made_up_costs(model: Model) -> tuple[Costs, Noise]:
     return Costs(parts, prices, q, d), Noise(model, alone)
 
 
-def test_where_a_limit_binds_the_decision_with_less_noise_is_taken_of_those_with_equal_time() -> None:
+def test_of_decisions_with_equal_time_the_one_with_less_noise_is_taken() -> None:
     steps = "[a] b = MatMul(x, u) [c] d = MatMul(b, v) [e] y = MatMul(d, w)"
     weights = {name: normal(6, 6, seed=seed) for seed, name in enumerate("uvw")}
     model = build(f"net (float[4,6] x) => (float[4,6] y) {{ {steps} }}", weights)
@@ -318,11 +318,11 @@ def test_where_a_limit_binds_the_decision_with_less_noise_is_taken_of_those_with
     of_weights = {(t, way.name): shares.get((t, way), 0.001) for t in edges for way in (loud, quiet)}
     costs = Costs(parts, prices, {}, {})
 
-    def within(limit: float) -> dict[int, WeightFormat]:
-        return dict(cut_holding(costs, Noise(model, {}, limit, weight_noise=of_weights), limit).weight_formats)
-
-    assert within(0.2) == {0: loud, 1: loud, 2: loud}  # nothing binds
-    assert within(0.1) == {0: quiet, 1: quiet, 2: loud}  # the first alone would hold it
+    noise = Noise(model, {}, weight_noise=of_weights)
+    assert dict(cut(costs).weight_formats) == {0: loud, 1: loud, 2: loud}
+    for limit in (0.2, 0.1):  # nothing binds; the first alone would hold it
+        for found in (cut_holding(costs, noise, limit), cut_within(costs, noise, limit)):
+            assert dict(found.weight_formats) == {0: quiet, 1: quiet, 2: loud}
 
 
 def test_nothing_is_quantized_where_values_do_not_explain_the_noise() -> None:

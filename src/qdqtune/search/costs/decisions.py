@@ -107,25 +107,33 @@ def everything(parts: Partition) -> Decision:
 
 
 def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
-    """The fastest decision found whose summed noise is at most `allowed`, by raising the price on noise."""
-    return _cheapest(costs, noise, allowed, noise.summed, BISECTIONS, allowed)[0]
+    """The fastest decision found whose summed noise is at most `allowed`, by raising the price on noise; of those with
+    equal time the least noisy."""
+    found, price = _cheapest(costs, noise, allowed, noise.summed, BISECTIONS, allowed)
+    return _quietest(costs, noise, found, price, allowed, noise.summed)
 
 
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
-    """The fastest decision found whose expected noise is at most `limit`, by raising the price on noise; of those with
-    equal time the least noisy. Noise of single tensors is only computed if the limit costs time."""
+    """`cut_within`, with the noise that is expected of the whole placement."""
     found, price = _cheapest(costs, noise, limit, noise.expected, SIMULATED_BISECTIONS, CLOSE_TO_LIMIT * limit)
-    if not price:
+    return _quietest(costs, noise, found, price, limit, noise.expected)
+
+
+def _quietest(
+    costs: Costs, noise: Noise, found: Decision, price: float, limit: float, amount: Callable[[Placement], float]
+) -> Decision:
+    """The least noisy decision found that takes as long as `found`, the optimum at a `price` on noise."""
+    if found == Decision():
         return found
     most, quiet, low, high = (1 + EQUAL_TIME) * costs.total(found), found, price, 0.0
-    for _ in range(QUIET_CUTS if found != Decision() else 0):
+    for _ in range(QUIET_CUTS):
         middle = np.sqrt(low * high) if low and high else high / 8 or 8 * low or EQUAL_TIME * costs.float_ms / limit
         decision = cut(costs, noise, middle)
         if costs.total(decision) <= most:
             quiet, low = decision, middle
         else:
             high = middle
-    return quiet if noise.expected(costs.partition.placement(quiet)) <= limit else found
+    return quiet if amount(costs.partition.placement(quiet)) <= limit else found
 
 
 def _cheapest(
