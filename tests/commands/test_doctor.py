@@ -16,21 +16,20 @@ import pytest
 
 from conftest import Call
 from loaded_modules import CUDA, absent
-from qdqtune.commands import doctor, qualification
+from qdqtune.commands import doctor
 from qdqtune.commands.doctor import (
+    GRAPHS,
     DoctorOptions,
     EnginesState,
     EngineState,
-    Gpu,
-    Processor,
-    consequence,
     engine_state,
     examine,
     find_gpus,
+    qualify,
 )
-from qdqtune.commands.qualification import CHECKS, GRAPHS, PLAIN
 from qdqtune.engines import Built, EngineSpec, devices, open_engine
 from qdqtune.engines.facts import ENGINES
+from qdqtune.engines.machine import consequence
 from qdqtune.errors import EngineRefused, EngineUnavailable, Failure
 from qdqtune.tuning.observer import Silent
 from qdqtune.types import Layer, Tensors
@@ -64,8 +63,9 @@ def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> No
 def test_gpus(tmp_path, monkeypatch):
     lines = "echo 'NVIDIA A100, 550.54.15, 8.0, 40960 MiB'; echo 'NVIDIA L4, 550.54.15, 8.9, 23034 MiB'"
     nvidia_smi(tmp_path, monkeypatch, f'case "$1" in --query-gpu=*) {lines};; *) exit 3;; esac')
-    a100, l4 = Gpu("NVIDIA A100", "550.54.15", "8.0", "40960 MiB"), Gpu("NVIDIA L4", "550.54.15", "8.9", "23034 MiB")
-    assert find_gpus() == ((a100, l4), "")
+    a100, l4 = find_gpus()[0]
+    assert a100 == {"name": "NVIDIA A100", "driver": "550.54.15", "compute_capability": "8.0", "memory": "40960 MiB"}
+    assert l4["name"] == "NVIDIA L4"
 
 
 @pytest.mark.parametrize(("script", "note"), [
@@ -78,12 +78,12 @@ def test_no_gpu(script, note, tmp_path, monkeypatch):
     nvidia_smi(tmp_path, monkeypatch, script)
     monkeypatch.setattr(devices, "NVIDIA_SMI_SECONDS", 0.2)
     gpus, found = find_gpus()
-    assert (gpus, found.startswith(note)) == ((), True)
+    assert (gpus, found.startswith(note)) == ([], True)
 
 
 def test_no_driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_gpus() == ((), "no NVIDIA driver: there is no nvidia-smi")
+    assert find_gpus() == ([], "no NVIDIA driver: there is no nvidia-smi")
 
 
 # Engines
@@ -129,9 +129,9 @@ class Ahead:
 def test_an_engine_that_only_builds(monkeypatch, workers):
     """The package of TensorRT-RTX alone will do for it, which is all that its extra installs: no CUDA."""
     workers.opener = Ahead
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "tensorrt_rtx_bindings" or None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "tensorrt_rtx_bindings" or None)
     assert engine_state("tensorrt-rtx") == EngineState("tensorrt-rtx", "builds only", "1.7", "none", "there is no GPU")
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert engine_state("tensorrt") == EngineState("tensorrt", "missing", reason="there is no GPU")
 
 
@@ -168,7 +168,7 @@ def test_a_provider_is_examined_where_it_can_exist(monkeypatch):
 # The command
 
 
-CPU = Processor("Some CPU", 4, ("avx2",), "no VNNI")
+CPU = {"name": "Some CPU", "cores": 4, "isa": ("avx2",), "consequence": "no VNNI"}
 
 
 def test_the_table(monkeypatch, call):
@@ -177,7 +177,8 @@ def test_the_table(monkeypatch, call):
         EngineState("onnxruntime", "usable", "1.31", "Some CPU"),
         EngineState("openvino", "missing", reason="no module", remedy="pip install 'qdqtune[openvino]'"),
     )
-    gpus, providers = (Gpu("L4", "550", "8.9", "23034 MiB"),), (EngineState("qnn", "missing"),)
+    gpus = [{"name": "L4", "driver": "550", "compute_capability": "8.9", "memory": "23034 MiB"}]
+    providers = (EngineState("qnn", "missing"),)
     monkeypatch.setattr("qdqtune.cli.commands.examine", lambda: EnginesState(engines, CPU, gpus, "", providers))
     code, printed, _ = call("doctor")
     assert code == 0
@@ -205,67 +206,43 @@ def test_the_exit_code_tells_whether_any_engine_is_usable(status, code, monkeypa
 # What holds of our claims
 
 
-DYNAMIC, W8, FP8 = "dynamic shapes", "weights of 8 bits", "fp8"
+PLAIN, DYNAMIC, W8, FP8 = "convolutions", "dynamic shapes", "weights of 8 bits", "fp8"
 REAL = EngineSpec("onnxruntime", {"threads": 1})
 FAKE = EngineSpec("fake")
 
 
-@pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Leaves the checks and the graphs that are named, and makes graphs smaller."""
-
-    def leave(names: str, *graphs: str) -> None:
-        monkeypatch.setattr(qualification, "CHECKS", {name: CHECKS[name] for name in names.split(", ")})
-        monkeypatch.setattr(qualification, "GRAPHS", {graph: GRAPHS[graph] for graph in graphs})
-
-    monkeypatch.setattr(qualification, "SIDE", 8)
-    return leave
-
-
-def qualified(spec: EngineSpec) -> dict[tuple[str, str], tuple[str, str]]:
-    """What was seen, by check and subject."""
-    done = qualification.qualify(DoctorOptions(engine=spec), Silent())
-    return {(seen.check, seen.subject): (seen.state, seen.told) for seen in done.checks}
+def qualified(spec: EngineSpec, *graphs: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """What was seen, by subject and check."""
+    seen: dict[str, dict[str, tuple[str, str]]] = {}
+    for one in qualify(DoctorOptions(engine=spec), Silent(), graphs).checks:
+        seen.setdefault(one.subject, {})[one.check] = one.state, one.told
+    return seen
 
 
 def test_a_simulator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qualification, "simulated", lambda name: f"{name} is a simulator")
+    monkeypatch.setattr(doctor, "simulated", lambda name: f"{name} is a simulator")
     with pytest.raises(EngineUnavailable, match="fake is a simulator, and claims are about devices"):
         qualified(FAKE)
 
 
-def the_one(spec: EngineSpec) -> tuple[str, str]:
-    (seen,) = qualified(spec).values()
-    return seen
-
-
-def broken(seen: dict[tuple[str, str], tuple[str, str]]) -> set[tuple[str, str]]:
-    return {where for where, (state, _) in seen.items() if state == "not held"}
-
-
-def test_a_graph_that_is_refused_is_not_taken_for_a_lack_of_fp8(only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_is_refused_is_not_taken_for_a_lack_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise EngineRefused(Failure("build", "no such kernel"))
 
-    only("layers", PLAIN)
-    monkeypatch.setattr(qualification, "quantize", refuse)
-    assert the_one(FAKE) == ("not held", "no such kernel")
+    monkeypatch.setattr(doctor, "quantize", refuse)
+    assert {*qualified(FAKE, PLAIN)[PLAIN].values()} == {("not held", "no such kernel")}
 
 
 # Engines that do what we claim
 
 
 @pytest.mark.usefixtures("workers")
-def test_without_its_gpu_an_engine_is_asked_for_builds_and_layers_only(
-    only: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_gpu_an_engine_is_asked_for_builds_and_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     absent(monkeypatch, CUDA)
-    only("layers, 8 bits, numbers", DYNAMIC, W8)
-    seen = qualified(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
-    assert not broken(seen)
-    assert {check for (check, _), (state, _) in seen.items() if state == "not applicable"} == {"numbers"}
-    assert "device is not present" in seen["numbers", DYNAMIC][1]
+    for checks in qualified(EngineSpec("tensorrt-rtx", {"target": "sm89"}), DYNAMIC, W8).values():
+        assert [checks[name][0] for name in ("layers", "8 bits")] == ["held", "held"]
+        assert checks["numbers"] == ("not applicable", "the engine only builds here: its device is not present")
 
 
 # Engines that do not
@@ -311,10 +288,9 @@ def last(layers: tuple[Layer, ...], **changes: Any) -> tuple[Layer, ...]:
 
 
 @pytest.mark.parametrize("file", ["float", "quantized"])
-def test_an_engine_that_refuses_a_file(file: str, only: Any, workers: Workers) -> None:
-    only("layers", PLAIN)
+def test_an_engine_that_refuses_a_file(file: str, workers: Workers) -> None:
     workers.refused = lambda b: "no kernel" if b.path.stem == file and b.engine == "fake" else None
-    assert the_one(FAKE) == ("not held", f"{file}.onnx is not built: no kernel")
+    assert {*qualified(FAKE, PLAIN)[PLAIN].values()} == {("not held", f"{file}.onnx is not built: no kernel")}
 
 
 def times(factor: float) -> Callable[[Tensors], Tensors]:
@@ -334,50 +310,48 @@ WEIGHT = Layer("x", ("weight_a_256x512_DequantizeLinear",), "FP32", 0.1, "quanti
       for ms in (None, -1.0, np.nan, np.inf)),
     ("layers", PLAIN, {"layers": lambda layers: (*layers, Layer("odd", (), "", 10.0, "unknown"))},
      "sensible times"),
-    ("8 bits", PLAIN, {"layers": partial(last, precision="FP32")}, ", the first: /conv_6 (Conv) runs in float"),
+    ("8 bits", PLAIN, {"layers": partial(last, precision="FP32")}, " layers: /conv_6 (Conv) runs in float"),
     ("8 bits", PLAIN, {"layers": lambda layers: tuple(replace(layer, precision="") for layer in layers)},
-     "none of "),
+     "0 of "),
     ("8 bits", W8, {"layers": lambda layers: (WEIGHT, *layers[2:])}, "does not draw weights"),
     ("numbers", PLAIN, {"outputs": times(1.02), "file": "float"}, "dB"),
     ("numbers", PLAIN, {"outputs": times(1.2)}, "dB"),
-    ("numbers", PLAIN, {"outputs": times(np.nan)}, "NaN"),
+    ("numbers", PLAIN, {"outputs": times(np.nan)}, "nan dB"),
 ])  # fmt: skip
 def test_layers_and_outputs_of_an_engine_that_are_wrong(
-    check: str, graph: str, fault: dict[str, Any], reason: str, only: Any, workers: Workers
+    check: str, graph: str, fault: dict[str, Any], reason: str, workers: Workers
 ) -> None:
-    only(check, graph)
     alter(workers, **fault)
-    state, told = the_one(REAL)
+    state, told = qualified(REAL, graph)[graph][check]
     assert (state, reason in told) == ("not held", True), told
 
 
 @pytest.mark.usefixtures("workers")
-def test_an_engine_that_times_no_layers_is_not_to_blame(only: Any) -> None:
-    only("layers", PLAIN)
-    assert the_one(EngineSpec("fake", {"hide_times": True}))[0] == "held"
+def test_an_engine_that_times_no_layers_is_not_to_blame() -> None:
+    assert qualified(EngineSpec("fake", {"hide_times": True}), PLAIN)[PLAIN]["layers"][0] == "held"
 
 
-def test_a_device_without_fp8(only: Any, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    only("layers", FP8)
+def test_a_device_without_fp8(workers: Workers) -> None:
     workers.refused = lambda b: "no kernel" if b.path.stem == "quantized" and b.engine == "fake" else None
-    assert the_one(FAKE) == ("not applicable", "the device has no FP8: no kernel")
+    assert {*qualified(FAKE, FP8)[FP8].values()} == {("not applicable", "the device has no FP8: no kernel")}
 
 
 # The command
 
 
 @pytest.mark.usefixtures("workers")
-def test_the_page_and_the_exit_code(call: Any, only: Any) -> None:
-    only("layers", PLAIN, W8)
+def test_the_page_and_the_exit_code(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "GRAPHS", {W8: GRAPHS[W8]})
     words = ("doctor", "--qualify", "--engine", "fake")
     code, printed, _ = call(*words, "--json")
     told = json.loads(printed)
     assert (code, told["holds"], told["engine"]["engine"]) == (0, True, "fake")
-    states = {seen["subject"]: seen["state"] for seen in told["checks"]}
-    assert states == {PLAIN: "held", W8: "not applicable"}
-    assert re.search(rf"not applicable +layers +{W8} +fake has no kernels", call(*words)[1])
-    only("8 bits", PLAIN)  # for the model of costs a product without a pair behind it runs in float
-    assert call(*words)[0] == 4
+    assert {(seen["subject"], seen["state"]) for seen in told["checks"]} == {(W8, "not applicable")}
+    monkeypatch.setattr(doctor, "GRAPHS", {name: GRAPHS[name] for name in (PLAIN, W8)})
+    code, printed, _ = call(*words)
+    assert code == 4  # for the model of costs a product without a pair behind it runs in float
+    assert "of 6 checks 3 not applicable, 2 held, 1 not held" in printed
+    assert re.search(rf"not applicable +layers +{W8} +fake has no kernels", printed)
 
 
 @pytest.mark.parametrize(("words", "code", "reason"), [

@@ -9,7 +9,7 @@ import pytest
 from loaded_modules import CUDA, absent
 from models import attention, build, conv_net, normal
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.commands.qualification import transformer
+from qdqtune.commands.doctor import model_of, transformer
 from qdqtune.commands.quantize import Quantized, QuantizeOptions, quantize
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.loading import load_proto
@@ -84,7 +84,7 @@ def quantized_layers(model: Model, folder: Path, **options: Any) -> tuple[Quanti
 
 def heads() -> Model:
     """Attention whose products all run in 8 bits."""
-    return load_proto(transformer(32))
+    return load_proto(model_of(transformer(32)))
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ from qdqtune.commands.build import BuildOptions, build
 from qdqtune.commands.check import Checked, CheckOptions, Layers, check, layers
 from qdqtune.commands.compare import RUNS, CompareOptions, Gated, compare, junit, markdown
 from qdqtune.commands.debug import DebugOptions, debug
-from qdqtune.commands.doctor import DoctorOptions, doctor_elsewhere, examine
+from qdqtune.commands.doctor import DoctorOptions, doctor_elsewhere, examine, qualify
 from qdqtune.commands.explain import ExplainOptions, explain_run
 from qdqtune.commands.inputs import MODEL
 from qdqtune.commands.inspect import InspectOptions, inspect
-from qdqtune.commands.qualification import qualify
 from qdqtune.commands.quantize import ApplyOptions, QuantizeOptions, apply, quantize
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.verify import VerifyOptions, verify

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,6 +54,20 @@ def lacks_dot_products() -> bool:
     nothing is known of it, as on macOS, where all processors have them."""
     features = _cpuinfo_field("Features").split()
     return architecture() == "ARM" and bool(features) and "asimddp" not in features
+
+
+def consequence(machine: str, isa: Collection[str]) -> str:
+    """What users can expect of 8 bits on a machine with these instruction sets."""
+    is_arm = architecture(machine) == "ARM"
+    if lacks_dot_products():
+        return "no ASIMDDP: onnxruntime gets int8 activations, and int8 gains are moderate"
+    if not isa:
+        return "no instruction set that is known to matter: only a measurement tells what int8 gains"
+    if "i8mm" in isa or "amx_int8" in isa:
+        return f"{'I8MM' if is_arm else 'AMX'}: int8 matrix products in hardware, int8 gains most here"
+    if is_arm or DOT_PRODUCTS & set(isa):
+        return f"{'ASIMDDP' if is_arm else 'VNNI'}: int8 dot products in hardware, int8 gains much"
+    return "no VNNI: weights take 7 bits, for sums of two 8-bit products saturate, and int8 gains are moderate"
 
 
 def _cpuinfo_field(*names: str) -> str:
