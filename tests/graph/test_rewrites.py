@@ -152,8 +152,12 @@ SIZES = {
         ("s = Shape(x) f = Cast <to=1> (s) g = Mul(f, half) d = Add(g, g) e = Cast <to=7> (d) c = Gather(e, i12)",
          True),
         ("a = Relu(x) s = Shape(a) c = Gather(s, i12)", True),
-        ("s = Shape(x) d = Gather(s, i12) e = Gather(s, i0) f = Sub(e, e) c = Add(d, f)", False),
-        ("a = Relu(x) s = Shape(a) d = Slice(s, i0, i1) e = Mul(d, i0) f = Gather(s, i12) c = Add(e, f)", False),
+        ("s = Shape(x) d = Gather(s, i12) e = Gather(s, i0) f = Sub(e, e) c = Add(d, f)", True),
+        ("a = Relu(x) s = Shape(a) d = Slice(s, i0, i1) e = Mul(d, i0) f = Gather(s, i12) c = Add(e, f)", True),
+        ("s = Shape(x) d = Gather(s, i12) e = Gather(s, i0) f = Div(i2, e) c = Add(d, f)", False),
+        ("s = Shape(x) d = Gather(s, i12) e = Gather(s, i0) c = Slice(d, i0, e)", False),
+        ("s = Shape(x) t = Shape(x) d = Gather(s, i12) e = Gather(s, i0) f = Gather(t, i0) g = Sub(e, f) c = Add(d, g)",
+         False),
     ],
 )  # fmt: skip
 def test_values_that_follow_from_known_sizes_are_constants(body: str, is_known: bool) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from qdqtune.graph.inference import constant_nodes
 from qdqtune.graph.loading import name_nodes, read
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
@@ -52,12 +53,8 @@ def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]],
                 layer_of.setdefault(name, number)
 
     constants = {tensor.name for tensor in model.proto.graph.initializer}
-    constant_nodes = dict[str, Node]()
-    for node in model.nodes:
-        is_static = node.op in ASKS_SHAPE or constants.issuperset(node.reads)
-        if node.name not in layer_of and is_static and not node.op.startswith("Random"):
-            constant_nodes[node.name] = node
-            constants.update(node.outputs)
+    never_named = constant_nodes(model, constants, ASKS_SHAPE, lambda node: node.name not in layer_of)
+    constants.update(*(node.outputs for node in never_named.values()))
 
     def is_computed_from(node: Node, tensors: frozenset[str]) -> bool:
         seen, stack = {node.name}, [node]
@@ -74,14 +71,14 @@ def cover(model: Model, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]],
     def owners_of(readers: Iterable[Node]) -> list[int]:
         return [layer_of[reader.name] for reader in readers if reader.name in layer_of]
 
-    for node in reversed(constant_nodes.values()):
+    for node in reversed(never_named.values()):
         for tensor in node.outputs:
             owners = owners_of(readers(model, tensor))
             owner = next((number for number in owners if tensor not in claims[number].reads), None)
             if owner is not None and is_computed_from(node, claims[owner].reads):
                 layer_of.setdefault(node.name, owner)
 
-    others = [node for node in model.nodes if node.name not in constant_nodes]
+    others = [node for node in model.nodes if node.name not in never_named]
 
     def join_producer(node: Node, borders: frozenset[str] = frozenset()) -> None:
         owners = owners_of(filter(None, [model.maker(t) for t in node.reads if t not in borders]))

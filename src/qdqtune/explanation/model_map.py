@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from qdqtune.explanation.formatting import counted
 from qdqtune.explanation.units import IN_ADVANCE, Explanation, total
+from qdqtune.graph.inference import constant_nodes
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
 
@@ -176,17 +177,6 @@ def group_label(operators: Sequence[str]) -> str:
     return " + ".join(dict.fromkeys(op for op in operators if op not in QDQ | VIEWS) or dict.fromkeys(operators))
 
 
-def _shape_nodes(model: Model) -> frozenset[str]:
-    """Names of nodes that depend on shapes and constants only, and make no graph output."""
-    nodes, apart = set[str](), set(model.constants)
-    for node in model.nodes:
-        is_apart = node.op in ASKS_SHAPE or apart.issuperset(node.reads)
-        if is_apart and set(node.outputs).isdisjoint(model.outputs):
-            nodes.add(node.name)
-            apart.update(node.outputs)
-    return frozenset(nodes)
-
-
 def draw(
     model: Model,
     rows: Sequence[Explanation],
@@ -201,12 +191,14 @@ def draw(
     Units of one of the `kernels` (sets of names of nodes that run together) form a group. A unit that only changes a
     shape joins the group that makes its input.
     """
-    of_shapes, first_of = _shape_nodes(model), {name: kernel[0] for kernel in kernels for name in kernel}
+    outputs = set(model.outputs)
+    of_shapes = constant_nodes(model, model.constants, ASKS_SHAPE, lambda node: outputs.isdisjoint(node.outputs)).keys()
+    first_of = {name: kernel[0] for kernel in kernels for name in kernel}
     home = dict[str, int]()
     groups = list[list[Explanation]]()
     hidden: dict[str, list[Explanation]] = {IN_ADVANCE: [], SHAPES: []}
     for row in sorted(rows, key=lambda row: max(map(model.index_of.__getitem__, row.nodes))):
-        if row.state == IN_ADVANCE or of_shapes.issuperset(row.nodes):
+        if row.state == IN_ADVANCE or of_shapes >= set(row.nodes):
             hidden[IN_ADVANCE if row.state == IN_ADVANCE else SHAPES].append(row)
             continue
         inputs = model.node(row.nodes[0]).inputs

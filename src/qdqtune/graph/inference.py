@@ -7,14 +7,14 @@ onnx infers whole graphs. It stops where a node would have to be computed (the p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 import onnx
-from onnx import ModelProto, numpy_helper
+from onnx import ModelProto, TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel, BadOption, one_line
 from qdqtune.graph.constants import SIZED, replace
@@ -22,6 +22,14 @@ from qdqtune.graph.model import LARGE_BYTES, Constant, Model, Node, TensorInfo, 
 from qdqtune.graph.operators import ARITHMETIC, ASKS_SHAPE, COMPUTE, COPIES, RANDOM, is_float
 from qdqtune.graph.simplifying import FAILURES, alone, computed, drop_unused, evaluated
 from qdqtune.types import Array
+
+COMBINES, MOVES = {"Add", "Concat", "Mul", "Sub"}, {"Cast", "Div", "Gather", "Slice", "Squeeze", "Unsqueeze"}
+"""Operators whose results differ where sizes do: those of any input, and those of the first."""
+
+WIDE = {TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.DOUBLE}
+
+GUESSES = 10**8, 10**9
+"""The interval of numbers that stand for open sizes: above all sizes, and within 32 bits."""
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 """What onnx's C++ code raises: its error classes share no base."""
@@ -86,19 +94,24 @@ def known_sizes_computed(model: Model) -> Model:
         else:
             kept.append(proto)
     result = _with_constants(model, kept, added)
-    return model if made_of_constants(result) <= made_of_constants(model) else result
+    before, after = (constant_nodes(each, each.constants).keys() for each in (model, result))
+    return model if after <= before else result
 
 
-def made_of_constants(model: Model, free: Collection[str] = ()) -> set[str]:
-    """The tensors that engines compute in advance: results of nodes that read only constants or such results. Results
-    of operators named in `free` count as constants, and are included."""
-    constants, results = set(model.constants), set[str]()
+def constant_nodes(
+    model: Model,
+    constants: Collection[str],
+    free: Collection[str] = (),
+    may: Callable[[Node], bool] = lambda node: not node.domain,
+) -> dict[str, Node]:
+    """The nodes, by name, that engines can compute in advance: those that read only `constants` or results of such
+    nodes, and those of operators named in `free`; without random ones, and those for which `may` is false."""
+    known, nodes = set(constants), dict[str, Node]()
     for node in model.nodes:
-        is_fixed = constants.issuperset(node.reads) and node.op not in RANDOM
-        if node.op in free or (is_fixed and not node.domain):
-            constants.update(node.outputs)
-            results.update(node.outputs)
-    return results
+        if (node.op in free or known.issuperset(node.reads)) and node.op not in RANDOM and may(node):
+            nodes[node.name] = node
+            known.update(node.outputs)
+    return nodes
 
 
 FIXING = "with the open sizes fixed (python -m onnxruntime.tools.make_dynamic_shape_fixed) they would be constants"
@@ -110,9 +123,10 @@ def waiting_for_sizes(model: Model) -> list[Node]:
     inference computes them again. Nodes that only copy are left out."""
     if all(is_sized(model.tensors.get(t)) for t in model.inputs):
         return []
-    waiting = made_of_constants(model, ASKS_SHAPE) - made_of_constants(model)
-    floats = {t for t in waiting if is_float(model, t) and len(model.tensors[t].shape or ()) > 1}
-    return [n for n in model.nodes if not floats.isdisjoint(n.outputs) and n.op not in COPIES | {"Expand"}]
+    fixed, sized = (constant_nodes(model, model.constants, free) for free in ((), ASKS_SHAPE))
+    floats = {t for t, info in model.tensors.items() if is_float(model, t) and len(info.shape or ()) > 1}
+    waiting = [node for name, node in sized.items() if name not in fixed and not floats.isdisjoint(node.outputs)]
+    return [node for node in waiting if node.op not in COPIES | {"Expand"}]
 
 
 def decided(model: Model, most: int = MOST_COMPUTED_BYTES) -> tuple[dict[str, TensorInfo], dict[str, Constant]]:
@@ -121,20 +135,19 @@ def decided(model: Model, most: int = MOST_COMPUTED_BYTES) -> tuple[dict[str, Te
     Besides the model's own constants these are results that constants and known sizes determine. Their nodes are
     computed if the results have up to `most` bytes, so that shapes behind them become known, too.
     """
-    known, infos, parts = dict(model.constants), dict(model.tensors), dict[str, _Part]()
+    known, infos, random = dict(model.constants), dict(model.tensors), np.random.default_rng(0)
+    guesses = dict[str, Constant](), dict[str, Constant]()  # values that depend on open sizes, for two guesses of these
     news = set[str]()  # tensors of which more is known than before
     for node in model.nodes:
         if node.domain or node.captures:
             continue
-        try:
-            part = _part(node, known, parts, infos)
-        except FAILURES:
-            part = None
-        results = _results(model, node, known, most) if part is None else None
-        if part is not None and part.is_known.all() and part.values.nbytes <= most:
-            results = {node.outputs[0]: Constant.of(part.values)}
-        elif part is not None:
-            parts[node.outputs[0]] = part
+        results = _results(model, node, known, most)
+        if results is None:
+            pair = _guessed(model, node, known, guesses, infos, random)
+            if pair and pair[0].key == pair[1].key:
+                results = {node.outputs[0]: pair[0]}
+            elif pair:
+                guesses[0][node.outputs[0]], guesses[1][node.outputs[0]] = pair
         if results is not None:
             known |= results
             news.update(results)
@@ -154,53 +167,27 @@ def is_sized(info: TensorInfo | None) -> bool:
     return info is not None and info.sizes is not None
 
 
-class _Part(NamedTuple):
-    """The values of a tensor of sizes, and which of them are known."""
-
-    values: Array
-    is_known: Array
-
-
-def _part(
-    node: Node, known: Mapping[str, Constant], parts: Mapping[str, _Part], infos: Mapping[str, TensorInfo]
-) -> _Part | None:
-    """What is known of the result of a node that reads a shape, or moves or combines values of which a part is known;
-    None for other nodes."""
-    if node.op == "Shape":
-        info = infos.get(node.inputs[0])
-        if info is None or info.shape is None:
-            return None
+def _guessed(
+    model: Model,
+    node: Node,
+    known: dict[str, Constant],
+    guesses: Sequence[dict[str, Constant]],
+    infos: Mapping[str, TensorInfo],
+    random: np.random.Generator,
+) -> list[Constant]:
+    """The result of a node that depends on open sizes, for both `guesses` of these; a Shape draws new ones. Empty for
+    other nodes, and where results may be equal although sizes differ: of a Slice up to an open size, say."""
+    info = infos.get(node.inputs[0]) if node.op == "Shape" else None
+    if info is not None and info.shape is not None:
         shape = info.shape[node.attributes.get("start", 0) : node.attributes.get("end")]
-        return _Part(np.array([size or 0 for size in shape], np.int64), np.array([s is not None for s in shape], bool))
-    if not all(t in parts or (t in known and known[t].nbytes < LARGE_BYTES) for t in node.inputs):
-        return None
-    read = [parts[t] if t in parts else _Part(known[t].array(), np.ones(known[t].shape, bool)) for t in node.inputs]
-    data, settings = read[0], [each.values for each in read[1:]]
-    match node.op:
-        case "Cast":
-            dtype = onnx.helper.tensor_dtype_to_np_dtype(node.attributes["to"])
-            return _Part(data.values.astype(dtype), data.is_known) if dtype.kind in "iuf" else None
-        case "Add" | "Sub" | "Mul":
-            combine = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply}[node.op]
-            return _Part(combine(data.values, settings[0]), data.is_known & read[1].is_known)
-        case "Concat":
-            return _Part(*(np.concatenate(arrays, node.attributes["axis"]) for arrays in zip(*read, strict=True)))
-    if not all(each.is_known.all() for each in read[1:]):
-        return None
-    match node.op:
-        case "Div" if (settings[0] > 0).all() and (data.values >= 0).all():  # ONNX rounds towards 0
-            divide = np.floor_divide if data.values.dtype.kind in "iu" else np.divide
-            return _Part(divide(data.values, settings[0]), data.is_known & np.ones(settings[0].shape, bool))
-        case "Gather":
-            return _Part(*(np.take(array, settings[0], node.attributes.get("axis", 0)) for array in data))
-        case "Slice" if data.values.ndim == 1:
-            start, end, step = settings[0].item(), settings[1].item(), settings[3].item() if len(settings) > 3 else 1
-            return _Part(*(array[start:end:step] for array in data))
-        case "Squeeze":
-            return _Part(*(array.squeeze(tuple(settings[0]) if settings else None) for array in data))
-        case "Unsqueeze":
-            return _Part(*(np.expand_dims(array, tuple(settings[0])) for array in data))
-    return None
+        drawn = ([random.integers(*GUESSES) if size is None else size for size in shape] for _ in guesses)
+        return [Constant.of(np.array(sizes, np.int64)) for sizes in drawn]
+    slots = [slot for slot, tensor in enumerate(node.inputs) if tensor in guesses[0]]
+    is_narrow = node.op == "Cast" and node.attributes["to"] not in WIDE
+    if not slots or is_narrow or not (node.op in COMBINES or (slots == [0] and node.op in MOVES)):
+        return []
+    first, second = (_results(model, node, ChainMap(own, known), MOST_COMPUTED_BYTES) for own in guesses)
+    return [] if first is None or second is None else [*first.values(), *second.values()]
 
 
 def _results(model: Model, node: Node, known: Mapping[str, Constant], most: int) -> dict[str, Constant] | None:
