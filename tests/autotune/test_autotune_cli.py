@@ -36,17 +36,13 @@ def run(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What `qdqtune tune` is asked for, instead of a run."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(tune, "run", lambda options, _=None: calls.append(vars(options)) or 0)
+    monkeypatch.setattr(tune, "run", lambda options: calls.append(vars(options)) or 0)
     return calls
 
 
-def test_a_run_writes_the_files_that_users_know_and_its_pattern_cache_warms_the_next(
-    run: Call, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_writes_the_files_that_users_know_and_its_pattern_cache_warms_the_next(run: Call, model: Path) -> None:
     code, output, errors = run("--onnx_path", model, "--mode", "quick", "-v")
     assert code == 0
-    assert "candidate 1 in all regions: " in caplog.text  # a placement by rules or the cut, for the whole model
-    assert "of region None" not in caplog.text
     assert errors.splitlines()[0] == "engine: fake (as you asked)"
     assert "autotuner_output/optimized_final.onnx is the tuned model" in output
     out = Path("autotuner_output")

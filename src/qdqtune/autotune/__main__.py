@@ -23,11 +23,12 @@ from typing import Any, NoReturn
 import click
 
 from qdqtune.autotune.autotuner import default_engine, spec_of
-from qdqtune.autotune.workflows import TIMING_CACHE, AutotuneOptions, RegionLogs
+from qdqtune.autotune.workflows import TIMING_CACHE, AutotuneOptions, copy_logs
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.command import Command
 from qdqtune.cli.output import say, say_notes
+from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.commands.tune import NO_IMPROVEMENT
 from qdqtune.engines.facts import facts_of
 from qdqtune.engines.tensorrt.options import usual_shapes
@@ -57,15 +58,12 @@ def run(options: AutotuneOptions) -> int:
     if options.plugin_libraries and not facts_of(engine).has_timing_cache:
         say_notes([f"{engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over"])
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("qdqtune").setLevel(logging.DEBUG if options.verbose else logging.WARNING)
-    logs = RegionLogs(options.output_dir) if options.mode == "region" else None
-    code = tune.run(replace(options, **changed), logs)
-    if options.dry_run:
+    code, summary = tune.run(replace(options, **changed)), options.output_dir / SUMMARY
+    if options.dry_run or code == INTERRUPTED or not summary.exists():
         return code
-    if logs:
-        logs.finish()
-    summary = options.output_dir / SUMMARY
-    if code not in (0, NO_IMPROVEMENT) or not summary.exists():
+    if options.mode == "region":
+        copy_logs(options.output_dir)
+    if code not in (0, NO_IMPROVEMENT):
         return code
     values = json.loads(summary.read_text(encoding="utf-8"))
     before, after = values["baseline_ms"], values["final_ms"]

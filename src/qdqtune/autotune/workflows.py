@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 from collections import Counter
@@ -45,21 +44,17 @@ from qdqtune.options import (
     options_of,
     source,
 )
-from qdqtune.placement.files import read_placement_file
 from qdqtune.search import region
 from qdqtune.search.costs.units import Group
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.search.regions.patterns import Pattern
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning.folder import LOGS, PLACEMENT, REGION_MODELS, pattern_cache_of
-from qdqtune.tuning.observer import Observers, Silent, State
+from qdqtune.tuning.finished import read_run
+from qdqtune.tuning.folder import LOGS, REGION_MODELS, pattern_cache_of
 from qdqtune.tuning.options import MODEL, WARMUP, Division, FloatType
 from qdqtune.tuning.settings import EFFORTS, Settings, builds_for
 from qdqtune.tuning.subgraph_groups import from_layers
 from qdqtune.tuning.subject import FLOAT_TYPES, tuned_graph
-from qdqtune.types import Layer, Placement, QuantType, Trial
-
-log = logging.getLogger("qdqtune.autotune")
+from qdqtune.types import Layer, QuantType
 
 TIMING_CACHE = str(Path(tempfile.gettempdir()) / "trtexec_timing.cache")
 """Where TensorRT keeps kernel times if no file is named. Other engines ignore it."""
@@ -148,38 +143,21 @@ class AutotuneOptions(TuneArguments):
         return super().settings(command, **more)
 
 
-class RegionLogs(Silent):
-    """Copies the logs of a run to the file names that ModelOpt uses, by region and scheme."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._region_of: dict[str, int] = {}
-        self._counts = Counter[int]()
-        self._log_of: dict[Placement, str] = {}
-
-    def patterns(self, tuned: Sequence[Pattern]) -> None:
-        self._region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
-
-    def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        source = self._log_of[trial.placement] = f"trial_{trial.number:03}.log"
-        number = self._region_of.get(trial.proposal.pattern)
-        where = "in all regions" if number is None else f"of region {number}"
-        log.debug("candidate %d %s: %s, %s", trial.number, where, trial.proposal.origin, outcome)
-        if number is not None:
-            self._copy(source, f"region_{number}_scheme_{self._counts[number]}.log")
-            self._counts[number] += 1
-
-    def finish(self) -> None:
-        """Copy the log of the file that ships, and make the folder of region models, which may be empty."""
-        path = self._folder / PLACEMENT
-        shipped = read_placement_file(path).placement if path.exists() else Placement()
-        self._copy(self._log_of.get(shipped, "baseline.log"), "final.log")
-        if (self._folder / LOGS).is_dir():
-            (self._folder / REGION_MODELS).mkdir(exist_ok=True)
-
-    def _copy(self, source: str, name: str) -> None:
-        if (self._folder / LOGS / source).exists():
-            shutil.copyfile(self._folder / LOGS / source, self._folder / LOGS / name)
+def copy_logs(folder: Path) -> None:
+    """Copy the logs of a run of mode region to the names that ModelOpt gives them, by region and scheme, and that of
+    the file that ships; and make the folder of region models, which may be empty."""
+    run, logs, counts = read_run(folder), folder / LOGS, Counter[int]()
+    found = patterns.group(run.model, discovery.find(run.model, run.fingerprint.regions))
+    region_of = {pattern.digest: pattern.instances[0].id for pattern in found}
+    log_of = {"final.log": "baseline.log" if run.trial is None else f"trial_{run.trial.number:03}.log"}
+    for trial in run.history:
+        if (number := region_of.get(trial.proposal.pattern)) is not None:
+            log_of[f"region_{number}_scheme_{counts[number]}.log"] = f"trial_{trial.number:03}.log"
+            counts[number] += 1
+    for name, log in log_of.items():
+        if (logs / log).exists():
+            shutil.copyfile(logs / log, logs / name)
+    (folder / REGION_MODELS).mkdir(exist_ok=True)
 
 
 def region_pattern_autotuning_workflow(
@@ -225,9 +203,9 @@ def region_pattern_autotuning_workflow(
         qdq_baseline=qdq_baseline_model,
     )
     with on_disk(options) as here, progress.shown(verbose=verbose) as observer:
-        settings, logs = here.settings(), RegionLogs(here.output_dir)
-        result = tune(settings, Observers((observer, logs)))
-        logs.finish()
+        settings = here.settings()
+        result = tune(settings, observer)
+        copy_logs(here.output_dir)
         autotuner = QDQAutotuner(onnx.load(here.model))
     config = Config(default_quant_type=quant_type, default_dq_dtype=default_dq_dtype, calibration_data=data)
     autotuner.initialize(config, PatternCache.load(pattern_cache_of(settings.state)))

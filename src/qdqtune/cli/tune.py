@@ -24,7 +24,6 @@ from qdqtune.placement.files import parsed_yaml
 from qdqtune.timing.limits import failure
 from qdqtune.tuning.estimate import Estimate, estimate
 from qdqtune.tuning.folder import LOGS
-from qdqtune.tuning.observer import Observer, Observers
 from qdqtune.tuning.options import MODEL, folder_or_model
 
 
@@ -70,13 +69,12 @@ def tune_command(options: TuneArguments) -> int:
     return run(options)
 
 
-def run(options: TuneArguments, listener: Observer | None = None) -> int:
-    """Tune one model and print the result. `listener` also receives the events of the run. Returns the exit code."""
+def run(options: TuneArguments) -> int:
+    """Tune one model and print the result. Returns the exit code."""
     settings = options.settings(command_line())
     try:
         with progress.shown(quiet=options.quiet, verbose=options.verbose) as observer:
-            heard = observer if listener is None else Observers((observer, listener))
-            result = estimate(settings, heard) if options.dry_run else tune(settings, heard, begun())
+            result = estimate(settings, observer) if options.dry_run else tune(settings, observer, begun())
     except KeyboardInterrupt:
         without = " without --restart" if settings.restart else ""
         kept = f"the same command{without} goes on from what was measured; an unfinished calibration begins anew"
