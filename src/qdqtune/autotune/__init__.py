@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def _name_in(module: str, name: str) -> Any:
 
 
 for _path, _home in PATHS.items():
-    _module = module_from_spec(ModuleSpec(f"{__name__}.{_path}", None))
+    _module = ModuleType(f"{__name__}.{_path}")
     _module.__dict__["__getattr__"] = partial(_name_in, _home)
     sys.modules[_module.__name__] = globals()[_path] = _module
 

@@ -272,10 +272,8 @@ class QDQAutotunerBase:
         self.current_profile_region: Region | None = None
         self.current_profile_pattern_schemes: PatternSchemes | None = None
         self.current_insertion_scheme_index: int | None = None
-        self.pattern_cache = pattern_cache or PatternCache(
-            minimum_distance=config.pattern_cache_minimum_distance,
-            max_entries_per_pattern=config.pattern_cache_max_entries_per_pattern,
-        )
+        sizes = config.pattern_cache_minimum_distance, config.pattern_cache_max_entries_per_pattern
+        self.pattern_cache = pattern_cache or PatternCache([], *sizes)
         self._best = Placement(), inf  # of all patterns that are done, and its latency in ms
         self._measured: dict[str, float] = {}  # latency in ms by digest of the placement
         self._made: tuple[Inserter, RegionSearch] | None = None

@@ -249,8 +249,7 @@ def _worthwhile(model: Model, tensor: str, users: Collection[int]) -> set[Resolv
     """
     points = set()
     info = model.tensors.get(tensor)
-    sizes = info.shape if info is not None and info.shape else (FEW,)
-    is_few = prod(size if isinstance(size, int) else FEW for size in sizes) < FEW
+    is_few = info is not None and bool(info.sizes) and prod(info.sizes or ()) < FEW
     for index, slot in model.uses(tensor):
         if index not in users or is_few or not can_carry(model, tensor, index, slot):
             continue

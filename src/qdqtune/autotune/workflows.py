@@ -36,7 +36,6 @@ from qdqtune.options import (
     SOURCE,
     SWITCH,
     TEXT,
-    File,
     MaybeFile,
     Names,
     choice,
@@ -65,13 +64,7 @@ OF_TUNE = options_of(TuneArguments)
 
 class AutotuneOptions(TuneArguments):
     model: Any = MODEL("ONNX file.", "Model", "ONNX file", default=REQUIRED, flags="-m --onnx-path --model")
-    output_dir: File = OF_RUN(
-        "Where everything goes. The same folder again resumes.",
-        "Output",
-        "folder of results and for resuming",
-        default=Path("autotuner_output"),
-        flags="-o --output-dir --output",
-    )
+    output_dir: Any = replace(OF_TUNE["output_dir"], default=Path("autotuner_output"), flags="-o --output-dir --output")
     mode: Any = choice(
         ("region", "subgraph"),
         "How to search. With quick, default or extensive the same as --effort. Repeatable.",
