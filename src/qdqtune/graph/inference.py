@@ -15,6 +15,7 @@ from math import inf
 import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, numpy_helper
+from onnx.helper import make_tensor_value_info
 
 from qdqtune.errors import BadModel, BadOption, one_line
 from qdqtune.graph.constants import SIZED, replace
@@ -203,26 +204,18 @@ def _results(model: Model, node: Node, known: Mapping[str, Constant], most: int)
 def _inferred(
     model: Model, node: Node, known: Mapping[str, Constant], infos: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    names = [t for t in dict.fromkeys(node.inputs) if t]
-    if any(t not in infos for t in names):
+    names = set(node.inputs) - {""}
+    if not infos.keys() >= names:
         return {}
-    make = onnx.helper.make_tensor_type_proto
-    types = {t: make(infos[t].dtype, infos[t].shape) for t in names}
     data = {t: known[t].to_proto(t) for t in names if t in known and known[t].nbytes < LARGE_BYTES}
-    proto, opsets = model.proto.graph.node[node.index], list(model.proto.opset_import)
+    one, free = alone(model.proto, model.proto.graph.node[node.index], [*data.values()]), names - data.keys()
+    one.graph.input.extend(make_tensor_value_info(t, infos[t].dtype, infos[t].shape) for t in free)
     try:
-        schema = onnx.defs.get_schema(node.op, model.opset, "")
-        found = onnx.shape_inference.infer_node_outputs(schema, proto, types, data, opset_imports=opsets)
-    except (*INFERENCE_ERRORS, onnx.defs.SchemaError):
+        outputs = onnx.shape_inference.infer_shapes(one, data_prop=True).graph.output
+    except INFERENCE_ERRORS:
         return {}
-    results = {}
-    for tensor, kind in found.items():
-        if not kind.HasField("tensor_type"):
-            continue
-        result = TensorInfo.of(onnx.ValueInfoProto(name=tensor, type=kind))
-        if _open_sizes(result) < _open_sizes(infos.get(tensor)):
-            results[tensor] = result
-    return results
+    results = {value.name: TensorInfo.of(value) for value in outputs if value.type.HasField("tensor_type")}
+    return {t: info for t, info in results.items() if _open_sizes(info) < _open_sizes(infos.get(t))}
 
 
 def _when_read(
@@ -264,7 +257,7 @@ def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]
     for name in made:
         if name in infos and infos[name] != model.tensors.get(name):
             info = listed.get(name) or proto.graph.value_info.add(name=name)
-            info.CopyFrom(onnx.helper.make_tensor_value_info(name, infos[name].dtype, infos[name].shape))
+            info.CopyFrom(make_tensor_value_info(name, infos[name].dtype, infos[name].shape))
     return Model(proto, model.large)
 
 
@@ -308,7 +301,7 @@ def with_float_type(model: Model, dtype: int) -> Model:
     result = deepcopy(model.proto)
     unknown = {t for n in model.nodes if n.op in COMPUTE for t in n.inputs[:2]}
     for tensor in sorted(unknown - set(model.tensors)):
-        result.graph.value_info.append(onnx.helper.make_tensor_value_info(tensor, dtype, None))
+        result.graph.value_info.append(make_tensor_value_info(tensor, dtype, None))
     return Model(result, model.large)
 
 
@@ -335,7 +328,7 @@ def with_large_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> Model
     """A copy with the large constants as graph inputs, for ONNX functions that take the whole graph as one protobuf."""
     copy = deepcopy(proto)
     for name, constant in large.items():
-        copy.graph.input.append(onnx.helper.make_tensor_value_info(name, constant.dtype, constant.shape))
+        copy.graph.input.append(make_tensor_value_info(name, constant.dtype, constant.shape))
     return copy
 
 
