@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from itertools import chain
 from math import ceil, inf, isfinite
 from pathlib import Path
@@ -276,30 +277,28 @@ class QDQAutotunerBase:
         self.pattern_cache = pattern_cache or PatternCache([], *sizes)
         self._best = Placement(), inf  # of all patterns that are done, and its latency in ms
         self._measured: dict[str, float] = {}  # latency in ms by digest of the placement
-        self._made: tuple[Inserter, RegionSearch] | None = None
+        vars(self).pop("_tools", None)
         self._divided: tuple[list[Region], dict[Region, Pattern]] = [], {}
 
     def _check_initialized(self) -> None:
         if not self.initialized:
             raise AutotunerNotInitializedError("call initialize() first")
 
-    @property
+    @cached_property
     def _tools(self) -> tuple[Inserter, RegionSearch]:
         self._check_initialized()
-        if self._made is None:
-            config, graph, benchmark = self.config, self.graph, instance(init_benchmark_instance)
-            numbers = benchmark.runner.numeric_format(config.default_quant_type)
-            try:
-                ranges = benchmark.prepared(graph, config.calibration_data).ranges(None, numbers)
-            except BadModel as error:
-                log.warning("all scales are default_q_scale: %s", error)
-                ends = ((end - config.default_q_zero_point) * config.default_q_scale for end in (-127, 127))
-                ranges = Ranges(dict.fromkeys(candidate_tensors(graph), Range(*ends)))
-            possible = possible_edges(graph, ranges)
-            seeds = start_placements.placements(graph, possible)
-            search = RegionSearch(graph, (), possible, seeds, config=config.check())
-            self._made = Inserter(graph, ranges, numbers), search
-        return self._made
+        config, graph, benchmark = self.config, self.graph, instance(init_benchmark_instance)
+        numbers = benchmark.runner.numeric_format(config.default_quant_type)
+        try:
+            ranges = benchmark.prepared(graph, config.calibration_data).ranges(None, numbers)
+        except BadModel as error:
+            log.warning("all scales are default_q_scale: %s", error)
+            ends = ((end - config.default_q_zero_point) * config.default_q_scale for end in (-127, 127))
+            ranges = Ranges(dict.fromkeys(candidate_tensors(graph), Range(*ends)))
+        possible = possible_edges(graph, ranges)
+        seeds = start_placements.placements(graph, possible)
+        search = RegionSearch(graph, (), possible, seeds, config=config.check())
+        return Inserter(graph, ranges, numbers), search
 
     @property
     def _pattern_of(self) -> Mapping[Any, Pattern]:

@@ -18,7 +18,7 @@ from msgspec.structs import astuple
 
 from qdqtune.autotune.region_search import AutotunerError as AutotunerError
 from qdqtune.autotune.region_search import AutotunerNotInitializedError as AutotunerNotInitializedError
-from qdqtune.autotune.region_search import GraphLike, InvalidSchemeError, Region, as_model, model_with, pattern_of
+from qdqtune.autotune.region_search import GraphLike, InvalidSchemeError, Region, as_model, pattern_of, sketch
 from qdqtune.autotune.region_search import has_quantizable_operations as has_quantizable_operations
 from qdqtune.errors import BadOption, one_line
 from qdqtune.graph.model import Model
@@ -69,9 +69,8 @@ class Config:
 
 
 class Values:
-    def to_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = msgspec.to_builtins(self)
-        return values
+    def to_dict(self) -> Any:
+        return msgspec.to_builtins(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -208,11 +207,15 @@ def uses_at(model: Model, edges: Iterable[Edge]) -> set[ResolvedInsertionPoint]:
     return {ResolvedInsertionPoint(e.tensor, model.index_of.get(e.node), e.index) for e in edges}
 
 
-def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
+def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: Any) -> bool:
     """Whether no pair is worth trying between a tensor and a region or node (of any graph) that reads it."""
-    if isinstance(region_or_node, Region):
-        return not _worthwhile(as_model(graph), tensor_name, region_or_node.all_nodes())
-    model, index = model_with(graph, region_or_node)
+    model, node = as_model(graph), region_or_node
+    if isinstance(node, Region):
+        return not _worthwhile(model, tensor_name, node.all_nodes())
+    outputs = getattr(node, "outputs", None) or getattr(node, "output", None) or [""]
+    index = model.producers.get(getattr(outputs[0], "name", outputs[0]), model.index_of.get(str(node)))
+    if index is None:
+        model, index = sketch([node], node.inputs, ()), 0
     return not _worthwhile(model, tensor_name, (index,))
 
 

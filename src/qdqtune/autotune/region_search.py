@@ -61,7 +61,7 @@ def as_model(graph: GraphLike) -> Model:
     if isinstance(graph, Model):
         return graph
     if hasattr(graph, "toposort") and not _library(graph):
-        return _sketch(graph.nodes, getattr(graph, "inputs", ()), getattr(graph, "outputs", ()))
+        return sketch(graph.nodes, getattr(graph, "inputs", ()), getattr(graph, "outputs", ()))
     proto = as_proto(graph)
     model = _loaded(proto.SerializeToString(deterministic=True))
     if [list(node.output) for node in proto.graph.node] != [list(node.outputs) for node in model.nodes]:
@@ -78,15 +78,7 @@ def _loaded(content: bytes) -> Model:
     return load_proto(onnx.ModelProto.FromString(content))
 
 
-def model_with(graph: GraphLike, node: Any) -> tuple[Model, int]:
-    """The model of a graph and the index of one of its nodes; for a node outside of the graph, a model of it alone."""
-    model = as_model(graph)
-    outputs = getattr(node, "outputs", None) or getattr(node, "output", None) or [""]
-    index = model.producers.get(getattr(outputs[0], "name", outputs[0]), model.index_of.get(str(node)))
-    return (_sketch([node], node.inputs, ()), 0) if index is None else (model, index)
-
-
-def _sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Model:
+def sketch(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Model:
     """A model of GraphSurgeon nodes that its library cannot export. Tensors that no node computes become weights of
     zeros, except `inputs`."""
     tensors = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.dtype is not None}
