@@ -24,16 +24,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qdqtune.autotune.insertion_points import (
-    Config,
-    InsertionScheme,
-    PatternCache,
-    PatternSchemes,
-    RegionPattern,
-    edges_of,
-)
+from qdqtune.autotune.insertion_points import Config, InsertionScheme, PatternCache, PatternSchemes, RegionPattern
 from qdqtune.autotune.region_search import (
-    AutotunerError,
     AutotunerNotInitializedError,
     CombinedRegionSearch,
     GraphLike,
@@ -64,7 +56,7 @@ from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern, tunable
-from qdqtune.system.checks import Output, check_outputs, written_as
+from qdqtune.system.checks import check_outputs, record
 from qdqtune.system.writing import atomic_write, temporary_folder
 from qdqtune.timing.race import compare_builds
 from qdqtune.timing.ratios import Plan, ratio
@@ -233,7 +225,7 @@ def instance(default: Callable[[], Benchmark] | None = None) -> Benchmark:
     if _instance is not None:
         return _instance
     if default is None:
-        raise AutotunerError("Benchmark instance not initialized: call init_benchmark_instance() first")
+        raise AutotunerNotInitializedError("Benchmark instance not initialized: call init_benchmark_instance() first")
     return default()
 
 
@@ -393,14 +385,13 @@ class QDQAutotunerBase:
     def save_state(self, output_path: str | Path) -> None:
         """Write a state file atomically, and the pattern cache beside it; refuses to overwrite other files."""
         fingerprint, path = self._fingerprint(), Path(output_path)
-        cache = Output(pattern_cache_of(path), "output_path", written_as("record"))
-        check_outputs([cache], {})
+        check_outputs(record(pattern_cache_of(path), "output_path"), {})
         best, best_ms = self._best_so_far()
         patterns = [
             PatternSchemes(done.pattern, [scheme for scheme in done.schemes if not scheme.error])
             for done in (*self.profiled_patterns, *self._tried())
         ]
-        record = ConversationRecord(
+        conversation = ConversationRecord(
             baseline_ms=self.baseline_latency_ms,
             best=best,
             best_ms=None if best_ms == inf else best_ms,
@@ -408,8 +399,8 @@ class QDQAutotunerBase:
             patterns=tuple(done.to_dict() for done in patterns),
         )
         with Store(path, fingerprint) as store:
-            store.put("conversation", record, order="deterministic")
-        self.pattern_cache.save(cache.path)
+            store.put("conversation", conversation, order="deterministic")
+        self.pattern_cache.save(pattern_cache_of(path))
 
     def load_state(self, input_path: str | Path) -> None:
         """Continue from a state file; patterns that were begun there count as done.
@@ -421,12 +412,12 @@ class QDQAutotunerBase:
         if not path.exists():
             raise BadState(f"there is no state file {path}: leave load_state out to begin")
         with Store(path, fingerprint) as store:
-            record = store.get("conversation", ConversationRecord)
-        if record is None:
+            state = store.get("conversation", ConversationRecord)
+        if state is None:
             raise BadState(f"{path} is not what save_state has written: leave load_state out to begin")
-        self.baseline_latency_ms, self._best = record.baseline_ms, (record.best, record.best_ms or inf)
-        self._measured = {digest: ms or inf for digest, ms in record.measured.items()}
-        self.profiled_patterns = [*map(PatternSchemes.from_dict, record.patterns)]
+        self.baseline_latency_ms, self._best = state.baseline_ms, (state.best, state.best_ms or inf)
+        self._measured = {digest: ms or inf for digest, ms in state.measured.items()}
+        self.profiled_patterns = [*map(PatternSchemes.from_dict, state.patterns)]
         if pattern_cache_of(path).exists():
             self.pattern_cache.merge(PatternCache.load(pattern_cache_of(path)), prefer_existing=False)
 
@@ -472,8 +463,9 @@ class QDQAutotunerBase:
 
     def _on_top(self, scheme: InsertionScheme) -> Placement:
         pattern = self._pattern_of[self.current_profile_region]
-        edges = edges_of(pattern, scheme.core) & self._tools[1].possible
-        return consistent(self.graph, Placement((self._best[0].edges - edges_of(pattern, pattern.everything)) | edges))
+        domain = InsertionScheme.of(pattern.everything).edges(pattern)
+        edges = scheme.edges(pattern) & self._tools[1].possible
+        return consistent(self.graph, Placement((self._best[0].edges - domain) | edges))
 
     def _fingerprint(self) -> dict[str, Any]:
         self._check_initialized()

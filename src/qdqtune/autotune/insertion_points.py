@@ -119,7 +119,7 @@ class InsertionPoint(Values, Struct, frozen=True):
             if point.owner < len(nodes):  # one that only the region uses as well
                 tensor = model.nodes[nodes[point.owner]].outputs[point.number]
                 return resolve_region_io_insertion_points(None, model, tensor)
-        return uses_at(model, edges_of(pattern, frozenset((point,))))
+        return uses_at(model, InsertionScheme.of(frozenset((point,))).edges(pattern))
 
     @classmethod
     def collect_from_region(cls, region: Region, graph: GraphLike) -> list[Self]:
@@ -191,16 +191,15 @@ class InsertionScheme(Values, Struct, rename={"node_inputs": "nodes_insertion_po
     def distance(self, other: InsertionScheme) -> int:
         return len(self.core ^ other.core)
 
-
-def edges_of(pattern: patterns.Pattern, scheme: Scheme) -> frozenset[Edge]:
-    """The edges of a scheme in all instances of a pattern. If the data input of a compute operator is among them, so is
-    its weight."""
-    try:
-        edges = frozenset().union(*(patterns.resolve(pattern, region, scheme) for region in pattern.instances))
-    except ValueError as error:
-        raise InvalidSchemeError(str(error)) from error
-    computing = (pattern.model.user(e) for e in edges if e.node and e.index == 0)
-    return edges | {n.into[1] for n in computing if n is not None and n.op in COMPUTE and len(n.into) > 1}
+    def edges(self, pattern: patterns.Pattern) -> frozenset[Edge]:
+        """The edges of the points in all instances of a pattern. If the data input of a compute operator is among them,
+        so is its weight."""
+        try:
+            edges = frozenset().union(*(patterns.resolve(pattern, region, self.core) for region in pattern.instances))
+        except ValueError as error:
+            raise InvalidSchemeError(str(error)) from error
+        computing = (pattern.model.user(e) for e in edges if e.node and e.index == 0)
+        return edges | {n.into[1] for n in computing if n is not None and n.op in COMPUTE and len(n.into) > 1}
 
 
 def uses_at(model: Model, edges: Iterable[Edge]) -> set[ResolvedInsertionPoint]:
@@ -335,7 +334,7 @@ class RegionPattern:
             return []
         pattern = pattern_of(model, other)
         if scheme is not None:
-            return uses_at(model, edges_of(pattern, scheme.core))
+            return uses_at(model, scheme.edges(pattern))
         return list(pattern.listings[pattern.instances[0]].nodes)
 
     def format_tree(self, region: Region, graph: GraphLike, indent: int = 0) -> str:

@@ -258,7 +258,6 @@ def generate_graph_json(
     path, folder = Path(onnx_path), Path(output_dir)
     benchmark = TrtExecBenchmark(None, 1, 1, plugin_libraries, extra_trtexec_args)
     sample = benchmark.prepared(load(path)).samples.first(1)[0]
-    folder.mkdir(parents=True, exist_ok=True)
     with Runner(benchmark.spec, log_dir=folder) as runner:
         runner.report(path, sample, 1, f"{path.stem}.fp16.build")
     built = folder / f"{path.stem}.fp16.build.graph.json"
