@@ -429,8 +429,7 @@ class QDQAutotunerBase:
         for pattern in dict.fromkeys(self._pattern_of.values()):
             scheme = self._scheme(pattern, result.placement)
             self._record(scheme, after)
-            if pattern.points:
-                self.profiled_patterns.append(PatternSchemes(RegionPattern.of(pattern), [scheme]))
+            self.profiled_patterns.append(PatternSchemes(RegionPattern.of(pattern), [scheme]))
 
     def _record(self, scheme: InsertionScheme, latency: float) -> None:
         scheme.latency_ms, scheme.error = latency, latency == inf

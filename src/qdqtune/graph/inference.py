@@ -14,7 +14,7 @@ from math import inf
 
 import numpy as np
 import onnx
-from onnx import ModelProto, TensorProto, numpy_helper
+from onnx import ModelProto, numpy_helper
 from onnx.helper import make_tensor_value_info
 
 from qdqtune.errors import BadModel, BadOption, one_line
@@ -26,8 +26,6 @@ from qdqtune.types import Array
 
 COMBINES, MOVES = {"Add", "Concat", "Mul", "Sub"}, {"Cast", "Div", "Gather", "Slice", "Squeeze", "Unsqueeze"}
 """Operators whose results differ where sizes do: those of any input, and those of the first."""
-
-WIDE = {TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.DOUBLE}
 
 GUESSES = 10**8, 10**9
 """The interval of numbers that stand for open sizes: above all sizes, and within 32 bits."""
@@ -184,7 +182,7 @@ def _guessed(
         drawn = ([random.integers(*GUESSES) if size is None else size for size in shape] for _ in guesses)
         return [Constant.of(np.array(sizes, np.int64)) for sizes in drawn]
     slots = [slot for slot, tensor in enumerate(node.inputs) if tensor in guesses[0]]
-    is_narrow = node.op == "Cast" and node.attributes["to"] not in WIDE
+    is_narrow = node.op == "Cast" and onnx.helper.tensor_dtype_to_np_dtype(node.attributes["to"]).itemsize < 4
     if not slots or is_narrow or not (node.op in COMBINES or (slots == [0] and node.op in MOVES)):
         return []
     first, second = (_results(model, node, ChainMap(own, known), MOST_COMPUTED_BYTES) for own in guesses)
