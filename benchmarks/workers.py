@@ -19,9 +19,9 @@ from zoo import Entry
 
 from qdqtune.calibration.inputs import input_specs, random_samples
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.options import on_device
+from qdqtune.engines.pool import allocate_workers
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import EngineUnavailable
 from qdqtune.graph.loading import load
@@ -107,7 +107,7 @@ def overhead(ray: str | None, on: str | None) -> None:
     places += [(f"a process on {on}", None, on)] * (on is not None)
     for name, address, machine in places:
         try:
-            execution, _ = on_device(machine, Execution())
+            execution = on_device(machine, Execution())
             with ExitStack() as stack:
                 fake = EngineSpec("fake")
                 (device, *_), starter = stack.enter_context(
@@ -134,7 +134,7 @@ def candidates(entry: Entry, on: str) -> None:
     """What a candidate costs on another machine beside what it costs here: its file, its outputs, and rounds."""
     rows = []
     for name, machine in (("here", None), (on, on)):
-        execution, _ = on_device(machine, Execution())
+        execution = on_device(machine, Execution())
         with temporary_runner(SPEC, execution) as runner:
             model = load(entry.path)
             samples = list(random_samples(model, input_specs(model), 0, SAMPLES)())

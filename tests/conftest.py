@@ -26,6 +26,7 @@ from command_lines import QUICK, exit_code
 from engine_contract import conv_model
 from models import build
 from qdqtune.engines import devices, library_settings
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt import trtexec
 from runs import mixed, write
@@ -50,8 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default engines take one thread: no test opens all cores."""
-    for command in ("tune", "compare"):
-        monkeypatch.setattr(f"qdqtune.commands.{command}.usual_threads", lambda _=None: 1)
+    monkeypatch.setattr(MachineFacts, "usual_threads", lambda *_: 1)
 
 
 @pytest.fixture(autouse=True)

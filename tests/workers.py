@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from qdqtune.engines import Built, Engine, EngineSpec, Launched, open_engine, threads_of
-from qdqtune.engines.devices import ANYWHERE, Device
+from qdqtune.engines.devices import Device
 from qdqtune.engines.worker import Session
 from qdqtune.errors import EngineFailure
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
@@ -50,14 +50,13 @@ class Workers:
     started: int = 0
     builds: list[Build] = field(default_factory=list)
     devices: list[Device] = field(default_factory=list)
-    """Where each was started."""
+    """Where each was opened."""
     runs: list[int] = field(default_factory=list)
     """Inferences of each timing."""
 
-    def __call__(self, log: Path, device: Device = ANYWHERE) -> InProcess:
+    def __call__(self, log: Path) -> InProcess:
         log.touch()
         self.started += 1
-        self.devices.append(device)
         return InProcess(self)
 
 
@@ -68,12 +67,17 @@ class InProcess:
     location = ""
 
     def __init__(self, workers: Workers) -> None:
-        self._session = Session(partial(Watched, workers))
+        self._workers, self._session = workers, Session(partial(Watched, workers))
 
-    def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> Any:
+    def ask(self, name: str, arguments: tuple[Any, ...], limit: float) -> Any:
         """`Worker.ask`; the limit does not hold."""
-        name, arguments = message
-        return self._session.answer(name, *arguments)
+        if name == "open":  # of this process no core is reserved
+            *arguments, device = arguments
+            self._workers.devices.append(device)
+        good, result = self._session.answer(name, *arguments)
+        if good:
+            return result
+        raise result
 
     def end(self, seconds: float = 0.0) -> None:
         """`Worker.end`."""

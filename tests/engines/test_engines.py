@@ -313,15 +313,16 @@ class TestDevices:
 
 
 @LINUX
-def test_a_device_is_held_until_the_process_that_has_it_is_gone(tmp_path: Path) -> None:
+def test_a_device_is_held_until_the_process_that_has_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("mine", gpu=f"test-{os.getpid()}")
     assert devices.is_free(device)
-    with leased(device) as held:
+    with leased(device) as (_, held):
         sleeper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"],
                                    stdin=subprocess.PIPE, pass_fds=held)  # fmt: skip
     assert not devices.is_free(device)
-    with pytest.raises(EngineUnavailable, match="in use by another run"), leased(device, 0.0):
+    monkeypatch.setattr(devices, "LEASE_SECONDS", 0.0)
+    with pytest.raises(EngineUnavailable, match="in use by another run"), leased(device):
         pass
     sleeper.communicate()
-    with leased(device, 0.0):
+    with leased(device):
         assert not devices.is_free(device)

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.allocation import check_same_kind
 from qdqtune.engines.devices import Device
 from qdqtune.engines.execution import CHECK_SECONDS, cancelled_by, raise_if_cancelled
 from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import Runner, check_same_kind
 from qdqtune.errors import EngineFailure, EngineUnavailable
 from workers import Workers
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from qdqtune.engines import EngineSpec, devices, process
 from qdqtune.engines.devices import Device, leased
 from qdqtune.engines.execution import OVERTIME, Execution
-from qdqtune.engines.process import WorkerProcess
+from qdqtune.engines.process import start_worker
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
 from workers import InProcess, Workers
@@ -26,16 +27,16 @@ def test_a_worker_runs_on_its_cores_only(tmp_path: Path, monkeypatch: pytest.Mon
     (core, *_), *_ = devices.physical_cores()
     before = os.sched_getaffinity(0)
     with monkeypatch.context() as patch:
-        patch.setattr(Device, "parts", ())  # another test may have reserved the core
+        patch.setattr(devices, "reserved", lambda _: nullcontext([]))  # another test may have reserved the core
         with leased(Device("one", (core,))):
             asked = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
             done = subprocess.run(asked, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(core)]
     assert os.sched_getaffinity(0) == before
     device = Device("one", gpu=f"pinned-{os.getpid()}")
-    worker = WorkerProcess(tmp_path / "worker.log", device)
-    assert not devices.is_free(device)
-    worker.end()
+    with Runner(EngineSpec("fake"), log_dir=tmp_path, device=device) as runner:
+        runner.describe()
+        assert not devices.is_free(device)
     assert devices.is_free(device)
 
 
@@ -46,7 +47,7 @@ def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeyp
     monkeypatch.setattr(process.subprocess, "Popen", refused)
     open_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(EngineUnavailable, match="no process for the engine can be started"):
-        WorkerProcess(tmp_path / "worker.log")
+        start_worker(tmp_path / "worker.log")
     assert [path.name for path in tmp_path.iterdir()] == ["worker.log"]
     assert len(os.listdir("/proc/self/fd")) == open_before
 
@@ -57,9 +58,9 @@ def test_a_time_budget_ends_requests_to_an_engine_that_hangs(tmp_path: Path, lef
     limits = list[float]()
 
     class Recorded(InProcess):
-        def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> tuple[bool, Any]:
+        def ask(self, name: str, arguments: tuple[Any, ...], limit: float) -> Any:
             limits.append(limit)
-            return super().ask(message, limit)
+            return super().ask(name, arguments, limit)
 
     execution = Execution(600.0, None if left is None else time.monotonic() + left)
     start = lambda *_: Recorded(Workers())  # noqa: E731

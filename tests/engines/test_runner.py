@@ -19,10 +19,10 @@ from onnx.reference import ReferenceEvaluator
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from models import build
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.channel import Channel
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.fake import latency
 from qdqtune.engines.memory import LARGE_MODEL, MemoryBudget
+from qdqtune.engines.process import Channel
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, Failure, OutputError
 from qdqtune.graph.loading import nbytes
@@ -299,7 +299,7 @@ def test_the_log_folder_must_be_writable(tmp_path: Path) -> None:
 
 def held(runner: Runner) -> set[int]:
     """Numbers of the builds that the worker holds."""
-    return {number for whose, number in runner._builds._held if whose == id(runner)}
+    return {handle.build for handle in runner._loaded if handle in runner._builds._held}
 
 
 class TestMemoryBudget:
@@ -369,14 +369,14 @@ def test_denormal_numbers_are_zero(engine: str, tmp_path: Path) -> None:
 
 def test_a_worker_that_ends_while_it_frees_a_build_is_started_again(files: SimpleNamespace, tmp_path: Path) -> None:
     class Ending(InProcess):
-        def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> tuple[bool, Any]:
-            if message[0] == "unload":
+        def ask(self, name: str, arguments: tuple[Any, ...], limit: float) -> Any:
+            if name == "unload":
                 raise EOFError("signal SIGKILL")
-            return super().ask(message, limit)
+            return super().ask(name, arguments, limit)
 
     workers, size = Workers(), nbytes(files.large)
     budget = MemoryBudget(2.5 * size)
-    how: Any = {"start": lambda log, device: Ending(workers), "execution": Execution(memory=budget)}
+    how: Any = {"start": lambda _: Ending(workers), "execution": Execution(memory=budget)}
     with (
         Runner(EngineSpec("fake"), log_dir=tmp_path / "logs", **how) as runner,
         Runner(EngineSpec("fake"), log_dir=tmp_path / "logs", unpacked=2 * size, **how) as large,
@@ -392,9 +392,9 @@ def test_the_worker_frees_what_is_unloaded(files: SimpleNamespace, tmp_path: Pat
     asked: list[str] = []
 
     class Watched(InProcess):
-        def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> tuple[bool, Any]:
-            asked.append(message[0])
-            return super().ask(message, limit)
+        def ask(self, name: str, arguments: tuple[Any, ...], limit: float) -> Any:
+            asked.append(name)
+            return super().ask(name, arguments, limit)
 
     with Runner(EngineSpec("fake"), log_dir=tmp_path, start=lambda *_: Watched(Workers())) as runner:
         handle = runner.load(files.plain)

@@ -15,10 +15,10 @@ from workers import InProcess, Workers
 
 
 class Slow(InProcess):
-    def ask(self, message: tuple[str, tuple[Any, ...]], limit: float) -> Any:
-        if message[0] == "run":
+    def ask(self, name: str, arguments: tuple[Any, ...], limit: float) -> Any:
+        if name == "run":
             raise TimeoutError
-        return super().ask(message, limit)
+        return super().ask(name, arguments, limit)
 
 
 def test_calibration_that_takes_too_long_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from conftest import Call
 from models import INT8, build, conv_net, normal, ranges
 from qdqtune.commands.explain import explain_run
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.machine import MachineFacts
 from qdqtune.errors import BadOption
 from qdqtune.explanation.charts import Axis, scatter, spanning
 from qdqtune.explanation.formatting import title
@@ -192,7 +193,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made, changes = RUNS[request.param]
     model = write(made(), tmp_path_factory.mktemp("run"))
     with in_process(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qdqtune.commands.tune.usual_threads", lambda _=None: 1)
+        patch.setattr(MachineFacts, "usual_threads", lambda *_: 1)
         tune(settings(model, **changes))
     return model.parent / "out"
 

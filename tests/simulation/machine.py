@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from qdqtune.engines import EngineSpec, allocation, devices, pool, process, worker
-from qdqtune.engines.execution import Deadline
+from qdqtune.engines import EngineSpec, devices, pool, process, runner, worker
+from qdqtune.engines.execution import wait_for
 from qdqtune.errors import Cancelled, EngineFailure, QdqtuneError
 from qdqtune.system.writing import SCRATCH, TEMPORARY, WORKERS, sweep
 from qdqtune.tuning.settings import STATE
@@ -147,7 +147,7 @@ class Channel:
     def __init__(self, machine: "Machine", of: Process) -> None:
         self._process, self._machine = of, machine
 
-    def send(self, message: tuple[str, tuple[Any, ...]], deadline: Deadline) -> None:
+    def send(self, message: tuple[str, tuple[Any, ...]], limit: float) -> None:
         if self._process.code is not None:
             raise BrokenPipeError
         self._process.receive(*message)
@@ -158,8 +158,8 @@ class Channel:
         self._machine.wait_until(due if is_answered and due is not None else ends)
         return is_answered or self._process.code is not None
 
-    def recv(self, deadline: Deadline) -> tuple[bool, Any]:
-        deadline.wait(self._answers_within)
+    def recv(self, limit: float) -> tuple[bool, Any]:
+        wait_for(self._answers_within, limit)
         if self._process.answer is None:
             raise EOFError
         answer, self._process.answer = self._process.answer, None
@@ -283,12 +283,11 @@ class Machine:
             stack.enter_context(self.disk.installed())
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(process, "subprocess", system)
-            patch.setattr(process, "leased", lambda _: nullcontext([]))
+            patch.setattr(worker, "leased", lambda *_: nullcontext((devices.ANYWHERE, [])))
             patch.setattr(devices, "physical_cores", lambda: [[core] for core in range(CORES)])
             patch.setattr(devices, "is_free", lambda _: True)
-            patch.setattr(allocation, "ThreadPoolExecutor", lambda _: nullcontext(ONE_AFTER_THE_OTHER))
+            patch.setattr(runner, "ThreadPoolExecutor", lambda _: nullcontext(ONE_AFTER_THE_OTHER))
             patch.setattr(pool, "ThreadPoolExecutor", lambda count: self.threads.executor(count))
-            patch.setattr(pool, "SimpleQueue", lambda: self.threads.queue())
             patch.setattr(pool, "wait", lambda *how: self.threads.wait(*how))
             patch.setattr(process, "Channel", lambda *_, **__: Channel(self, self.processes[-1]))
             patch.setattr(process, "end_group", lambda pid: self.processes[pid - 1].end(-9))

@@ -76,10 +76,6 @@ class Threads:
         """In place of a `ThreadPoolExecutor`."""
         return Executor(self, count)
 
-    def queue(self) -> "Queue":
-        """In place of a `SimpleQueue`."""
-        return Queue(self)
-
     def wait(self, futures: set[Future[Any]], timeout: float, _: str) -> tuple[set[Future[Any]], set[Future[Any]]]:
         """In place of `concurrent.futures.wait`."""
         ends = self.clock.now + timeout
@@ -126,6 +122,7 @@ class Executor:
 
     def submit(self, do: Callable[..., Any], *arguments: Any) -> Future[Any]:
         self._waiting.append((future := Future[Any](), partial(do, *arguments)))
+        self._strands = [strand for strand in self._strands if not strand.is_over]
         if len(self._strands) < self._count:
             self._strands.append(Strand())
             self._threads.begin(self._strands[-1], self._serve)
@@ -145,22 +142,3 @@ class Executor:
             self._waiting.clear()
         while not all(strand.is_over for strand in self._strands):
             self._threads.pause()
-
-
-class Queue:
-    """See `Threads.queue`."""
-
-    def __init__(self, threads: Threads) -> None:
-        self._threads = threads
-        self._content: list[Any] = []
-        self._waiting: list[Strand] = []
-
-    def put(self, content: object) -> None:
-        self._content.append(content)
-        self._threads.wake(self._waiting)
-
-    def get(self) -> Any:
-        while not self._content:
-            self._waiting.append(self._threads.current)
-            self._threads.pause()
-        return self._content.pop(0)

@@ -63,7 +63,7 @@ class Script:
         kept = [handle for handle in self.present if handle.path == path]
         if kept and not fresh:
             return kept[0]
-        handle = Handle(path, len(self.builds), 0.0)
+        handle = Handle(path, len(self.builds), path, 0.0)
         self.builds.append(path)
         self.logs.append(log_name)
         or_raise(self.refused(path.stem, handle.build))

@@ -162,7 +162,7 @@ def test_on_another_machine_its_processor_tells_whether_the_search_goes_by_time(
     folder: Path, processor: str, is_timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = replace(this_machine(), machine=processor, where="board")
-    monkeypatch.setattr("qdqtune.commands.tune.Destination.facts", lambda _: there)
+    monkeypatch.setattr("qdqtune.engines.remote.Destination.facts", lambda _: there)
     found = options(folder, "far", on="board").settings()
     assert (found.is_timed, found.machine) == (is_timed, there)
     assert (found.builds == BY_RULE_BUILDS["default"]) is not is_timed

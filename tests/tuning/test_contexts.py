@@ -10,7 +10,7 @@ import pytest
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.facts import ENGINES
 from qdqtune.engines.fake import latency
-from qdqtune.engines.machine import MachineFacts
+from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.errors import BadOption, BadState
 from qdqtune.tuning import contexts
 from qdqtune.tuning.contexts import counts_of
@@ -22,6 +22,7 @@ from workers import Build, Workers
 pytestmark = pytest.mark.usefixtures("workers")
 
 ONE = EngineSpec("fake", {"threads": 1})
+HERE = this_machine()
 
 
 def run(model: Path, counts: tuple[int, ...] | None = (1, 4), **changes: Any) -> Result:
@@ -85,12 +86,12 @@ def test_the_error_is_shared_by_the_numbers_at_which_a_file_may_win(model: Path)
 
 
 def test_the_usual_number_is_the_engines() -> None:
-    assert counts_of(EngineSpec("onnxruntime"), None) == (1,)
-    assert counts_of(EngineSpec("openvino", {"threads": 8}), None) == (8,)
-    assert counts_of(EngineSpec("onnxruntime", {"threads": 4}), (16, 1, 4), is_here=False) == (4, 1, 16)
-    assert counts_of(EngineSpec("tensorrt"), None) == (None,)
+    assert counts_of(EngineSpec("onnxruntime"), None, HERE) == (1,)
+    assert counts_of(EngineSpec("openvino", {"threads": 8}), None, HERE) == (8,)
+    assert counts_of(EngineSpec("onnxruntime", {"threads": 4}), (16, 1, 4), None) == (4, 1, 16)
+    assert counts_of(EngineSpec("tensorrt"), None, HERE) == (None,)
     gpu = EngineSpec("onnxruntime", {"threads": 1, "provider": "CUDAExecutionProvider"})
-    assert counts_of(gpu, None) == (None,)
+    assert counts_of(gpu, None, HERE) == (None,)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_float_model_that_is_faster_at_one_thread_is_told_of(
     is_told: bool,
 ) -> None:
     monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], is_threaded=True))
-    monkeypatch.setattr(contexts, "usable_cores", lambda: 4)
+    monkeypatch.setattr("qdqtune.engines.machine.usable_cores", lambda: 4)
     workers.slower = lambda build: at_four if build.threads == 4 else 1.0
     result = run(model, threads, engine=EngineSpec("fake", {"threads": 4}), builds=3)
     one, four = 1e3 * cost(model, 1), 1e3 * cost(model, 4) * at_four
@@ -142,19 +143,17 @@ def test_a_float_model_that_is_faster_at_one_thread_is_told_of(
 def test_a_busy_machine_is_noted_before_the_run(
     monkeypatch: pytest.MonkeyPatch, load: float, threads: int, said: str | None
 ) -> None:
-    monkeypatch.setattr(contexts, "load_average", lambda: load)
-    monkeypatch.setattr(contexts, "usable_cores", lambda: 2)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    note = contexts.busy(EngineSpec("onnxruntime", {"threads": threads}))
+    machine = replace(HERE, cores=2, all_cores=2, load=load)
+    note = contexts.busy(EngineSpec("onnxruntime", {"threads": threads}), machine)
     assert (note is None) == (said is None)
     assert (said or "") in (note or "")
-    assert contexts.busy(EngineSpec("fake", {"threads": threads})) is None
+    assert contexts.busy(EngineSpec("fake", {"threads": threads}), machine) is None
     monkeypatch.setattr(contexts, "simulated", lambda name, machine: "a simulator")
-    assert contexts.busy(EngineSpec("onnxruntime", {"threads": threads})) is None
+    assert contexts.busy(EngineSpec("onnxruntime", {"threads": threads}), machine) is None
 
 
 def test_advice_about_another_machine_names_it() -> None:
-    board = MachineFacts(4, 4, "aarch64", False, "Linux", 3.0, "me@board")
+    board = MachineFacts(4, 4, 4, "aarch64", False, "Linux", 3.0, "me@board")
     threads = {n: contexts.busy(EngineSpec("onnxruntime", {"threads": n}), board) for n in (1, 2, 8)}
     assert threads[1] is None
     assert "(3.0 processes want the 4 cores of me@board beside this run)" in str(threads[2])

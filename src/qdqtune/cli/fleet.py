@@ -28,9 +28,9 @@ from qdqtune.cli.streams import INTERRUPTED, PARENT
 from qdqtune.commands.shown import Table
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, leased, needs_gpu
 from qdqtune.engines.options import WorkerOptions
+from qdqtune.engines.pool import allocate_workers
 from qdqtune.engines.process import NODE_LOST
 from qdqtune.engines.remote import Destination
 from qdqtune.errors import BadOption, EngineUnavailable, first_of
@@ -167,7 +167,7 @@ def ask(request: Mapping[str, Any], device: Device, pipe: int) -> tuple[int, dic
             say(f"{options['model']}: {text.strip()}")
 
     variables = device.environment | {DRIVER: "1"} | PLAIN
-    with leased(device) as held, TemporaryFile("w+") as results:
+    with leased(device) as (_, held), TemporaryFile("w+") as results:
         streams = {"stdin": subprocess.PIPE, "stdout": results, "stderr": subprocess.PIPE}
         child = start(("-m", "qdqtune.cli.child"), variables, pipe, held, text=True, errors="replace", **streams)
         assert child.stdin is not None

@@ -22,7 +22,7 @@ from qdqtune.engines.facts import SYMMETRIC, facts_of
 from qdqtune.engines.fallback import Fallback, fallback
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.machine import simulated
-from qdqtune.engines.options import ON, EngineOptions, on_device
+from qdqtune.engines.options import ON, EngineOptions, machine_of, on_device
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.options import built_for_sample
 from qdqtune.engines.tensorrt.report import read_report
@@ -125,7 +125,7 @@ def _profile(options: LayersOptions, graph: Model) -> Layers:
     prepared = prepared_for(open_inputs, spec, options, execution, [path], fixed=options.fix_inputs, most=0)
     sample = {**prepared.samples.first(1)[0], **fixed}
     spec = built_for_sample(spec, graph, sample)
-    there, machine = on_device(options.on, execution)
+    there, machine = on_device(options.on, execution), machine_of(options.on)
     with temporary_runner(spec, there) as runner:
         numbers, described = runner.numeric_format(quant_type), runner.describe()
         with rewording(f"{spec.name} has no layers of {path}"):
@@ -133,7 +133,7 @@ def _profile(options: LayersOptions, graph: Model) -> Layers:
     if simulated(described["engine"], machine):
         layers = tuple(replace(layer, time_ms=None, parts=()) for layer in layers)
     sizes = {name: np.shape(array) for name, array in sample.items()}
-    return Layers(spec.name, layers, None if machine is None else machine.where, numbers, sizes, described)
+    return Layers(spec.name, layers, machine.where or None, numbers, sizes, described)
 
 
 DQ = "DequantizeLinear"

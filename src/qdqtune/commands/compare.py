@@ -22,9 +22,8 @@ from qdqtune.calibration.workloads import WORKLOADS, WorkloadsOption
 from qdqtune.commands.inputs import FIXED, MetricOptions, built_for, execution_of, prepared_for
 from qdqtune.commands.shown import Shown, Table, plain
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import usual_threads
 from qdqtune.engines.machine import simulated
-from qdqtune.engines.options import ON, EngineOptions, on_device
+from qdqtune.engines.options import ON, EngineOptions, machine_of, on_device
 from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineRefused, escaped, rewording
 from qdqtune.explanation.formatting import counted, samples
@@ -279,10 +278,9 @@ def compare(
         InputError: options do not go together, or the files take different inputs.
         EngineUnavailable, EngineFailure: the engine is not available, or does not run the first file.
     """
-    execution, machine = on_device(options.on, execution_of(options))
+    execution, machine = on_device(options.on, execution_of(options)), machine_of(options.on)
     workloads = options.workloads
-    usual = usual_threads() if machine is None else machine.physical_cores
-    spec = built_for(options.spec(options.input_shapes, threads=usual), workloads)
+    spec = built_for(options.spec(options.input_shapes, threads=machine.usual_threads()), workloads)
     check_metric(options.evaluate, options)
     if options.max_drop is not None and not options.has_metric:
         raise BadOption("`max_drop` is about a metric: give `labels` or `evaluate`")
@@ -317,7 +315,7 @@ def compare(
     if on_outputs != (None, None) and not prepared.has_real_samples:
         raise BadOption("`min_sqnr` and `min_agreement` are about outputs on samples: give `calibration_data`")
     threads = options.threads or ()
-    counts = counts_of(spec, threads or None, machine=machine)
+    counts = counts_of(spec, threads or None, machine)
     fixed = dict(ChainMap(*fixed_in))
     metric = open_metric(options.evaluate, options, prepared)
     if isinstance(metric, Labelled):
@@ -352,7 +350,7 @@ def compare(
     warnings = {row.file: concern(row.accuracy) for row in rows if row.accuracy is not None}
     warnings |= {row.file: f"outputs were not compared: {row.unlike}" for row in rows if row.unlike}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warnings.items() if warning]
-    if machine is not None:
+    if machine.where:
         notes.append(f"run {'and timed ' * (not untimed)}on {machine.where}")
     if busy_note is not None:
         notes.append(busy_note)

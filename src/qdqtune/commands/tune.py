@@ -14,10 +14,8 @@ from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import MetricOptions, ModelOption, built_for
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import EngineSpec, threads_of
-from qdqtune.engines.devices import usable_cores, usual_threads
 from qdqtune.engines.machine import simulated
-from qdqtune.engines.options import EngineOptions, with_timing_cache
-from qdqtune.engines.remote import Destination
+from qdqtune.engines.options import EngineOptions, machine_of, with_timing_cache
 from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.explanation.formatting import built, counted, duration
@@ -80,16 +78,14 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
     def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
         """The settings of the search. Samples, workloads and metric must be in files (see `on_disk`). `command` is the
         command line, for the log; `more` are fields of `Settings` that take precedence over options."""
-        machine = None if self.on is None else Destination.parsed(self.on).facts()
+        machine = machine_of(self.on)
         effort = EFFORTS[self.effort]
         # With a time budget it is time that ends the search, while there is something left to try.
         bound = effort if self.time_budget is None else EFFORTS["extensive"]
         builds = FRONT_BUILDS if self.front else bound.builds[self.mode]
         builds = BY_RULE_BUILDS[self.effort] if simulated(self.engine_name, machine) else builds
         files = self.workloads
-        own = usual_threads(self.cores_per_worker or max(1, usable_cores() // (self.workers or 1)))
-        if machine is not None:
-            own = min(machine.physical_cores, self.cores_per_worker or machine.cores)
+        own = machine.usual_threads(self.cores_per_worker or max(1, machine.cores // (self.workers or 1)))
         usual = 1 if self.ray else own
         spec = built_for(self.spec(self.input_shapes, threads=usual), files, self.fix_inputs)
         is_short = self.time_budget is not None and self.time_budget <= SHORT_BUDGET
@@ -99,7 +95,7 @@ class TuneOptions(MetricOptions, ModelOption, SearchOptions, EngineOptions, Rang
         count, is_named = threads_of(spec), isinstance(self.engine, EngineSpec) or "threads" in self.engine_options
         told = {f.name: getattr(self, f.name) for f in fields(Settings) if hasattr(self, f.name)}
         told |= {
-            "engine": spec if self.ray or machine else with_timing_cache(spec, self.output_dir),
+            "engine": spec if self.ray or self.on else with_timing_cache(spec, self.output_dir),
             "input_shapes": self.input_shapes or ({} if files else usual_shapes(spec, self.calibration_data)),
             "config": Config(schemes_per_region=effort.schemes_per_region),
             "plan": (plan := self.plan(has_few=has_few)),

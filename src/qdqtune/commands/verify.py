@@ -11,9 +11,8 @@ from qdqtune.commands.compare import CompareOptions, Comparison, Gated, GateOpti
 from qdqtune.commands.inputs import execution_of
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import EngineSpec, threads_of
-from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.library_settings import plain
-from qdqtune.engines.options import ON, THREADS, TIME_LIMIT_OPTION, Threads, on_device
+from qdqtune.engines.options import ON, THREADS, TIME_LIMIT_OPTION, Threads, machine_of, on_device
 from qdqtune.engines.runner import temporary_runner
 from qdqtune.errors import BadOption, ConstraintUnmet
 from qdqtune.explanation.formatting import samples
@@ -100,10 +99,10 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     spec, left = plain(settings.spec)
     kept = {name: value for name, value in spec.options.items() if name != "threads" or not spec.facts.is_threaded}
     spec = EngineSpec(spec.name, kept | dict(options.engine_options))
-    there, machine = on_device(options.on, execution)
+    there, machine = on_device(options.on, execution), machine_of(options.on)
     with temporary_runner(spec, there) as runner:
         described = runner.describe()
-    at = "here" if machine is None else f"on {machine.where}"
+    at = machine.place
     names = [name for name in dict.fromkeys((*settings.engine, *described)) if name != "threads"]
     both = {name: (settings.engine.get(name, "none"), described.get(name, "none")) for name in names}
     differences = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
@@ -122,7 +121,7 @@ def verify(options: VerifyOptions, observer: Observer | None = None) -> Verified
     if changed:
         other = f"{folder / changed[0]} is not the file of the proof"
         return found("cannot tell", f"{other}: copy it from the folder of the run, to compare with")
-    cores = usable_cores() if machine is None else machine.cores
+    cores = machine.cores
     counts: tuple[int | None, ...] = (None,)
     if options.threads is not None:
         counts = options.threads

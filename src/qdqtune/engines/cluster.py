@@ -14,9 +14,9 @@ from ray.exceptions import RayActorError, RayError
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, needs_gpu
-from qdqtune.engines.execution import Deadline, cancelled_by
+from qdqtune.engines.execution import cancelled_by, wait_for
 from qdqtune.engines.process import NODE_LOST, Program
-from qdqtune.engines.remote import ENDING_SECONDS, FarWorker, check_version, greeting
+from qdqtune.engines.remote import FarWorker
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.system.interpreter import python
 from qdqtune.system.writing import TEMPORARY, Scratch, temporary_folder
@@ -31,22 +31,13 @@ LOCAL = "local"
 """The address that starts a cluster on this host for one run."""
 
 
-class WorkerActor:
+class WorkerActor(Program):
     """The Ray actor: starts a worker on its node, and passes messages to it. The worker ends with the actor."""
 
     def __init__(self) -> None:
-        self._scratch = temporary_folder()
-        self._program = Program(self._scratch.path / "worker.log", **python("-m", "qdqtune.engines.remote"))
-
-    def greeting(self) -> dict[str, Any]:
-        return greeting(self._program, WAIT_SECONDS)
-
-    def ask(self, message: object, limit: float) -> Any:
-        return self._program.ask(message, limit)
-
-    def end(self) -> None:
-        self._program.end(ENDING_SECONDS)
-        self._scratch.close()
+        folder = temporary_folder()
+        super().__init__(folder.path / "worker.log", **python("-m", "qdqtune.engines.remote"))
+        self.held.enter_context(folder)
 
 
 class ActorProgram:
@@ -57,20 +48,24 @@ class ActorProgram:
     def __init__(self, actor: Any) -> None:
         self._actor, self.alive = actor, True
 
-    def ask(self, message: Any, limit: float) -> Any:
+    def ask(self, name: str, arguments: tuple[Any, ...], limit: float) -> Any:
         try:
-            return _await_answer(self._actor.ask.remote(message, limit), limit + NETWORK_SECONDS)
-        except TimeoutError:
-            raise
+            answer = self._actor.ask.remote(name, arguments, limit)
+            wait_for(lambda seconds: ray.wait([answer], timeout=seconds)[0], limit + NETWORK_SECONDS)
+            return ray.get(answer)
         except RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, QdqtuneError | TimeoutError):
+                raise cause from error
             self.alive = False
-            raise EOFError(_reason(error)) from error
+            is_lost = isinstance(error, RayActorError)
+            raise EOFError("its worker or its node was lost" if is_lost else one_line(cause or error)) from error
 
     def end(self, seconds: float = 0.0) -> None:
         """End the actor. An idle one removes its files first; else its worker does so when it ends."""
         self.alive = False
         with contextlib.suppress(RayError):
-            ray.wait([self._actor.end.remote()], timeout=seconds)
+            ray.wait([self._actor.end.remote(seconds)], timeout=seconds)
             ray.kill(self._actor)
 
 
@@ -89,12 +84,9 @@ class Cluster:
 
     def capacity(self, cores: int) -> int:
         """How many workers with so many cores the cluster can hold."""
-        total = 0
-        for node in ray.nodes():
-            has = node["Resources"] if node["Alive"] else {}
-            fit = int(has.get("CPU", 0)) // cores
-            total += min(fit, int(has.get("GPU", 0))) if needs_gpu(self.spec) else fit
-        return total
+        wanted = {"CPU": cores, **({"GPU": 1} if needs_gpu(self.spec) else {})}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return sum(min(int(has.get(name, 0)) // count for name, count in wanted.items()) for has in nodes)
 
     def devices(self, workers: int | None, most: int = 0) -> tuple[Device, ...]:
         """Devices for `workers` workers, by default for as many as there is room for. Ray decides where each runs."""
@@ -105,28 +97,23 @@ class Cluster:
             raise EngineUnavailable(
                 f"the cluster has room for {fit} workers of {self._wanted} each, not {workers or 1}: see ray status"
             )
-        return tuple(Device(f"worker-{n}") for n in range(1, 1 + (workers or fit)))
+        return tuple(Device(f"worker-{n}", wants=self.cores_each) for n in range(1, 1 + (workers or fit)))
 
-    def start(self, log: Path, device: Device) -> FarWorker:
+    def start(self, log: Path) -> FarWorker:
+        """Start a worker on a node that has room. See `StartWorker`."""
         gpus = 1 if needs_gpu(self.spec) else 0
         wants = {"num_cpus": self.cores_each, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(WorkerActor).options(**wants).remote()
-        program = ActorProgram(actor)
-        with contextlib.ExitStack() as undo:
-            undo.callback(program.end)
-            try:
-                with cancelled_by(self._check_start):
-                    words = _await_answer(actor.greeting.remote(), WAIT_SECONDS)
-            except TimeoutError:
-                raise EngineUnavailable(
-                    f"the cluster has had no node with {self._wanted} to spare for {WAIT_SECONDS:.0f} s: give fewer "
-                    "`workers`"
-                ) from None
-            except RayError as error:
-                raise EngineUnavailable(f"no worker starts on the cluster: {_reason(error)}") from error
-            check_version(words, words["host"])
-            undo.pop_all()
-        worker = FarWorker(program, words["host"], self.cores_each)
+        try:
+            with cancelled_by(self._check_start):
+                worker = FarWorker(ActorProgram(actor), WAIT_SECONDS)
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"the cluster has had no node with {self._wanted} to spare for "
+                f"{WAIT_SECONDS + NETWORK_SECONDS:.0f} s: give fewer `workers`"
+            ) from None
+        except EOFError as error:
+            raise EngineUnavailable(f"no worker starts on the cluster: {error}") from error
         self.started.append(worker)
         return worker
 
@@ -137,18 +124,6 @@ class Cluster:
             raise EngineUnavailable(NODE_LOST)
         if sum(worker.alive for worker in self.started) >= self.capacity(self.cores_each):
             raise TimeoutError
-
-
-def _await_answer(reference: Any, limit: float) -> Any:
-    Deadline(limit).wait(lambda seconds: ray.wait([reference], timeout=seconds)[0])
-    return ray.get(reference)
-
-
-def _reason(error: RayError) -> str:
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, QdqtuneError | EOFError):
-        return one_line(cause)
-    return "its worker or its node was lost" if isinstance(error, RayActorError) else one_line(error)
 
 
 @contextlib.contextmanager

@@ -28,20 +28,17 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Device:
-    """Where a worker runs: CPU cores that it does not share (none: not pinned), and a GPU's number or ""."""
+    """Where a worker runs: CPU cores that it does not share (none: not pinned), and a GPU's number or "". With `wants`
+    it takes so many free cores of its host, and a free GPU if the engine needs one."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
     gpu: str = ""
+    wants: int = 0
 
     @property
     def environment(self) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {}
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """A name for each of its cores and its GPU, each of which one worker may hold at a time."""
-        return (*(f"core-{core}" for core in self.cores), *([f"gpu-{self.gpu}"] if self.gpu else ()))
 
 
 ANYWHERE = Device()
@@ -49,44 +46,59 @@ ANYWHERE = Device()
 
 
 @contextlib.contextmanager
-def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]]:
-    """Reserve the cores and the GPU of a device, each by a socket with an abstract name, which leaves no file, and let
-    this thread and processes that it starts in the block run on these cores only. Yields the sockets' descriptors: a
-    process that inherits them keeps the device until it ends, even if killed. Nothing is done if not on Linux.
+def reserved(device: Device) -> Iterator[list[int]]:
+    """Reserve the cores and the GPU of a device, each by a socket with an abstract name, which leaves no file. Yields
+    the sockets' descriptors: a process that inherits them keeps the device until it ends, even if killed. Nothing is
+    done if not on Linux.
 
     Raises:
-        EngineUnavailable: it was in use for `seconds`.
+        EngineUnavailable: one of them is in use.
     """
-    held: list[int] = []
-    until = time.monotonic() + seconds
+    parts = [f"core {core}" for core in device.cores] + [f"gpu {device.gpu}"] * bool(device.gpu)
     with contextlib.ExitStack() as stack:
-        for part in device.parts if sys.platform == "linux" else ():
+        held: list[int] = []
+        for part in parts if sys.platform == "linux" else ():
             lease = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             held.append(lease.fileno())
-            while True:
-                try:
-                    lease.bind(f"\0qdqtune-{part}")
-                    break
-                except OSError as error:  # another process has this name
-                    if time.monotonic() > until:
-                        message = f"{part.replace('-', ' ')} is in use by another run of qdqtune"
-                        raise EngineUnavailable(message) from error
-                    time.sleep(0.05)
-        if device.cores and sys.platform == "linux":
-            stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-            os.sched_setaffinity(0, set(device.cores))
+            try:
+                lease.bind(f"\0qdqtune {part}")
+            except OSError as error:  # another process has this name
+                raise EngineUnavailable(f"{part} is in use by another run of qdqtune") from error
         yield held
 
 
 def is_free(device: Device) -> bool:
-    with contextlib.suppress(EngineUnavailable), leased(device, -1.0):
+    with contextlib.suppress(EngineUnavailable), reserved(device):
         return True
     return False
 
 
-def load_average() -> float:
-    """The system's load average over the last minute."""
-    return round(os.getloadavg()[0], 2)
+@contextlib.contextmanager
+def leased(wanted: Device, spec: EngineSpec | None = None) -> Iterator[tuple[Device, list[int]]]:
+    """Reserve a device, or one that `wanted` and the engine `spec` need, and let this thread and processes that it
+    starts in the block run on its cores only. Yields the device, and what `reserved` does.
+
+    Raises:
+        EngineUnavailable: it was in use for `LEASE_SECONDS`.
+        BadOption: this host has too few cores.
+    """
+    until = time.monotonic() + LEASE_SECONDS
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                device = wanted if spec is None or not wanted.wants else allot(spec, 1, wanted.wants)[0]
+                held = stack.enter_context(reserved(device))
+                break
+            except (BadOption, EngineUnavailable) as error:  # its last process is still ending, or another has it
+                if wanted.wants > usable_cores():
+                    raise
+                if time.monotonic() > until:  # other hosts may have some, so only this worker is lost
+                    raise EngineUnavailable(str(error)) from error
+                time.sleep(0.05)
+        if device.cores and sys.platform == "linux":
+            stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+            os.sched_setaffinity(0, set(device.cores))
+        yield device, held
 
 
 def needs_gpu(spec: EngineSpec) -> bool:
@@ -139,13 +151,6 @@ def physical_cores() -> list[list[int]]:
             key = (0, number)
         cores.setdefault(key, []).append(number)
     return [cores[key] for key in sorted(cores)]
-
-
-def usual_threads(most: int | None = None) -> int:
-    """The default number of threads of an engine: one for each physical core that this process may use, at most `most`.
-    (ONNX Runtime would count all cores of the machine, also where the process is pinned to fewer.)"""
-    cores = len(physical_cores())
-    return min(cores, most or cores)
 
 
 def gpus_here() -> tuple[str, ...]:

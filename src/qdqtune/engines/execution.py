@@ -42,26 +42,17 @@ def raise_if_cancelled() -> None:
         check()
 
 
-class Deadline:
-    """The end of a wait: `limit` seconds from now, or when the work of this thread is cancelled."""
-
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-        self.renew()
-
-    def renew(self) -> None:
-        self._ends = time.monotonic() + self._limit
-
-    def wait(self, is_over: Callable[[float], object]) -> None:
-        """Call `is_over`, which waits for at most so many seconds, until it returns a true value. Raises TimeoutError
-        at the end, or what a check raises to cancel the work."""
-        while True:
-            left = max(0.001, self._ends - time.monotonic())
-            if is_over(min(CHECK_SECONDS, left) if _checks.get() else left):
-                return
-            if time.monotonic() >= self._ends:
-                raise TimeoutError
-            raise_if_cancelled()
+def wait_for(is_over: Callable[[float], object], limit: float) -> None:
+    """Call `is_over`, which waits for at most so many seconds, until it returns a true value. Raises TimeoutError after
+    `limit` seconds, or what a check raises to cancel the work of this thread."""
+    ends = time.monotonic() + limit
+    while True:
+        left = max(0.001, ends - time.monotonic())
+        if is_over(min(CHECK_SECONDS, left) if _checks.get() else left):
+            return
+        if time.monotonic() >= ends:
+            raise TimeoutError
+        raise_if_cancelled()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections.abc import Collection, Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qdqtune.engines.devices import load_average, physical_cores, usable_cores
+from qdqtune.engines.devices import physical_cores, usable_cores
 from qdqtune.engines.facts import facts_of
 
 Architecture = Literal["x86", "ARM", ""]
@@ -82,26 +83,38 @@ def _cpuinfo_field(*names: str) -> str:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What is known of a machine: logical cores that the process may use, physical cores, `platform.machine`, whether
-    8-bit products saturate, the system, the load average, and `where`: the user's name for it, "" for this machine."""
+    """What is known of a machine: logical cores that the process may use, all that there are, physical cores,
+    `platform.machine`, whether 8-bit products saturate, the system, the load average, and `where`: the user's name for
+    it, "" for this machine."""
 
     cores: int
+    all_cores: int
     physical_cores: int
     machine: str
     products_saturate: bool
     system: str
-    load: float | None
+    load: float
     where: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"on {self.where}" if self.where else "here"
+
+    def usual_threads(self, most: int | None = None) -> int:
+        """The default number of threads of an engine: one for each physical core that the process may use, at most
+        `most`. (ONNX Runtime would count all cores of the machine, also where the process is pinned to fewer.)"""
+        return min(self.physical_cores, most or self.physical_cores)
 
 
 def this_machine() -> MachineFacts:
     return MachineFacts(
         cores=usable_cores(),
+        all_cores=os.cpu_count() or 1,
         physical_cores=len(physical_cores()),
         machine=platform.machine(),
         products_saturate=products_saturate(),
         system=platform.platform(),
-        load=load_average(),
+        load=round(os.getloadavg()[0], 2),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf
 
 LARGE_MODEL, BUDGET_FACTOR = 2**30, 1.3
@@ -22,23 +22,20 @@ OUT_OF_RESOURCES = re.compile(
 )
 """Messages of engines and systems when memory or disk ran out, which is no fault of the model."""
 
-Build = tuple[int, int]
-"""The `id` of a runner, and the runner's number for one of its builds."""
-
 
 class MemoryBudget:
     """The builds that runners hold, least recently used first, and how many bytes they may take. Not thread-safe."""
 
     def __init__(self, nbytes: float = inf) -> None:
         self._nbytes = nbytes
-        self._held: dict[Build, tuple[int, Callable[[], None]]] = {}
+        self._held: dict[object, tuple[int, Callable[[], None]]] = {}
 
     @classmethod
     def for_model(cls, nbytes: int) -> MemoryBudget | None:
         """The budget for builds of a model of `nbytes` bytes, quantized or not; None if the model is not large."""
         return cls(BUDGET_FACTOR * nbytes) if nbytes >= LARGE_MODEL else None
 
-    def make_room(self, nbytes: int, needed: frozenset[Build]) -> None:
+    def make_room(self, nbytes: int, needed: Collection[object]) -> None:
         """Free the least recently used builds until `nbytes` more fit, but none of those in `needed`."""
         while sum(size for size, _ in self._held.values()) + nbytes > self._nbytes:
             build = next((build for build in self._held if build not in needed), None)
@@ -47,22 +44,18 @@ class MemoryBudget:
             _, free = self._held.pop(build)
             free()  # which may end a worker, and with it other builds
 
-    def add(self, build: Build, nbytes: int, free: Callable[[], None]) -> None:
+    def add(self, build: object, nbytes: int, free: Callable[[], None]) -> None:
         self._held[build] = nbytes, free
 
-    def use(self, build: Build) -> bool:
+    def use(self, build: object) -> bool:
         """Whether a build is still held; if so, it now counts as used last."""
         if build in self._held:
             self._held[build] = self._held.pop(build)
         return build in self._held
 
-    def remove(self, build: Build) -> bool:
+    def remove(self, build: object) -> bool:
         """Forget a build; False if it was not held."""
         return self._held.pop(build, None) is not None
-
-    def end(self, runner: int) -> None:
-        """Forget all builds of a runner, whose worker has ended."""
-        self._held = {build: held for build, held in self._held.items() if build[0] != runner}
 
 
 def return_free_memory() -> None:

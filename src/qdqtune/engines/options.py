@@ -10,7 +10,7 @@ from typing import Any
 from qdqtune.engines import EngineSpec, normal
 from qdqtune.engines.execution import TIME_LIMIT, Execution
 from qdqtune.engines.facts import ENGINES, PROVIDERS, facts_of
-from qdqtune.engines.machine import MachineFacts
+from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.remote import Destination
 from qdqtune.engines.tensorrt.options import as_json
 from qdqtune.options import (
@@ -137,15 +137,14 @@ ON = TEXT(
 )
 
 
-def on_device(
-    on: str | None, execution: Execution, known: MachineFacts | None = None
-) -> tuple[Execution, MachineFacts | None]:
-    """`execution` with the machine that the option `on` names as its device, and the facts of that machine (`known`, or
-    asked there). Without `on`: `execution` and None."""
-    if on is None:
-        return execution, None
-    destination = Destination.parsed(on)
-    return replace(execution, device=destination.start), known or destination.facts()
+def on_device(on: str | None, execution: Execution) -> Execution:
+    """`execution` with the machine that the option `on` names, if any, as its device."""
+    return execution if on is None else replace(execution, device=Destination.parsed(on).start)
+
+
+def machine_of(on: str | None) -> MachineFacts:
+    """The machine that the option `on` names, by default this one."""
+    return this_machine() if on is None else Destination.parsed(on).facts()
 
 
 class WorkerOptions(Options):

@@ -1,15 +1,17 @@
-"""A pool of workers that do jobs in parallel."""
+"""Workers of a run: their devices, on this host, on another machine or on a Ray cluster, and jobs in parallel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from contextvars import copy_context
-from queue import SimpleQueue
-from threading import Lock
 from typing import Generic, TypeVar
 
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import ANYWHERE, Device, allot, cores_for
 from qdqtune.engines.execution import CHECK_SECONDS, cancelled_by, raise_if_cancelled
+from qdqtune.engines.process import StartWorker
 from qdqtune.errors import EngineUnavailable
 
 W = TypeVar("W")
@@ -26,7 +28,6 @@ class WorkerPool(Generic[W]):
 
     def __init__(self, workers: Iterable[W], notify: Callable[[str], None] = lambda _: None) -> None:
         self._workers, self._notify = list(workers), notify
-        self._lock, self._losses = Lock(), list[EngineUnavailable]()
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -53,49 +54,74 @@ class WorkerPool(Generic[W]):
             for number, job in enumerate(jobs):
                 yield number, job(self.first)
             return
-        free: SimpleQueue[W] = SimpleQueue()
-        for worker in self:
-            free.put(worker)
+        waiting, idle = list(range(len(jobs))), list(self)
+        running: dict[Future[T], tuple[int, W]] = {}
         is_closed = False
 
         def raise_if_closed() -> None:
             if is_closed:
                 raise _Cancelled
 
-        def do(job: Callable[[W], T]) -> T:
-            while True:
-                worker, is_lost = free.get(), False
-                try:
-                    with cancelled_by(raise_if_closed):
-                        raise_if_closed()
-                        return job(worker)
-                except EngineUnavailable as error:
-                    with self._lock:
-                        is_lost = len(self._workers) > 1  # the last one is not: its job fails instead
-                        if is_lost:
-                            self._workers.remove(worker)
-                            self._losses.append(error)
-                    if not is_lost:
-                        raise
-                finally:
-                    if not is_lost:
-                        free.put(worker)
+        def do(number: int, worker: W) -> T:
+            with cancelled_by(raise_if_closed):
+                raise_if_closed()
+                return jobs[number](worker)
 
         with ThreadPoolExecutor(len(self)) as threads:
             try:
-                numbers = {threads.submit(copy_context().run, do, job): number for number, job in enumerate(jobs)}
-                waiting = set(numbers)
-                while waiting:
-                    done, waiting = wait(waiting, CHECK_SECONDS, FIRST_COMPLETED)
-                    self._notify_lost()
+                while waiting or running:
+                    while waiting and idle:
+                        number, worker = waiting.pop(0), idle.pop(0)
+                        running[threads.submit(copy_context().run, do, number, worker)] = number, worker
+                    done, _ = wait(set(running), CHECK_SECONDS, FIRST_COMPLETED)
                     raise_if_cancelled()
-                    for ended in sorted(done, key=numbers.__getitem__):
-                        yield numbers[ended], ended.result()
+                    for ended in sorted(done, key=lambda future: running[future][0]):
+                        number, worker = running.pop(ended)
+                        try:
+                            result = ended.result()
+                        except EngineUnavailable as error:
+                            if len(self) == 1:
+                                raise
+                            self._workers.remove(worker)
+                            self._notify(f"a worker is lost, and the others go on with its job: {error}")
+                            waiting.insert(0, number)
+                        else:
+                            idle.append(worker)
+                            yield number, result
             finally:
                 is_closed = True
                 threads.shutdown(cancel_futures=True)
-                self._notify_lost()
 
-    def _notify_lost(self) -> None:
-        while self._losses:
-            self._notify(f"a worker is lost, and the others go on with its job: {self._losses.pop(0)}")
+
+@contextmanager
+def allocate_workers(
+    spec: EngineSpec,
+    workers: int | None,
+    cores_each: int | None,
+    ray: str | None,
+    most: int = 0,
+    elsewhere: StartWorker | None = None,
+) -> Iterator[tuple[tuple[Device, ...], StartWorker | None]]:
+    """Yield a device for each worker of an engine, and the function that starts a worker on one (None:
+    `runner.start_worker`). Workers run on this host; on another machine if `elsewhere` (`Destination.start`) is given;
+    or on the Ray cluster at the address `ray`.
+
+    Without `workers` there is one on a host, and on a cluster as many as fit. Each gets `cores_each` cores; at least
+    one node of the cluster must have `most` cores.
+    """
+    if ray is None:
+        is_shared = (workers or 1) == 1 and cores_each is None  # a single worker needs no cores of its own
+        if elsewhere is not None:
+            each = cores_for(spec, cores_each)
+            own = tuple(Device(f"worker-{n + 1}", wants=each) for n in range(workers or 1))
+            yield (ANYWHERE,) if is_shared else own, elsewhere
+            return
+        yield (ANYWHERE,) if is_shared else allot(spec, workers or 1, cores_each), None
+        return
+    try:
+        from qdqtune.engines import cluster
+    except ImportError as error:
+        raise EngineUnavailable("`ray` needs Ray, which is not installed: pip install 'qdqtune[ray]'") from error
+    with cluster.connected(ray):
+        nodes = cluster.Cluster(spec, cores_for(spec, cores_each))
+        yield nodes.devices(workers, most), nodes.start

@@ -1,9 +1,9 @@
 """Another machine over SSH or adb, and a worker there. Model files and large arrays are named by a digest of their
 content and sent once.
 
-`Destination` runs the system's `ssh`, so that ~/.ssh/config applies. There `python -m qdqtune.engines.remote` sends a
-greeting with the facts of the machine, then answers messages: `missing` asks which contents it lacks, `put` sends one,
-all others are those of `engines.worker`. It removes its files and ends when its input closes.
+`Destination` runs the system's `ssh`, so that ~/.ssh/config applies. There `python -m qdqtune.engines.remote` answers
+messages: `greeting` asks for the facts of the machine, `missing` which contents it lacks, `put` sends one, `stored`
+passes on those of `engines.worker`. It removes its files and ends when its input closes.
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ import shlex
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from socket import gethostname
-from time import monotonic, sleep
 from typing import Any
 
 import msgspec
 import numpy as np
 import onnx
 
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import ANYWHERE, LEASE_SECONDS, Device, allot, leased, usable_cores
-from qdqtune.engines.execution import Deadline
 from qdqtune.engines.machine import MachineFacts, this_machine
 from qdqtune.engines.process import Program, Worker
-from qdqtune.engines.worker import GREETING, Session, serve
+from qdqtune.engines.worker import Session, serve
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError, one_line, reading, writing
 from qdqtune.graph.constants import inner_tensors, place_of
 from qdqtune.system.writing import temporary_folder
@@ -93,43 +89,31 @@ class Destination:
         shared = SHARED if os.access(Path("~/.ssh").expanduser(), os.W_OK) else ()
         return [*SSH, *shared, "--", self.host, words]
 
-    def start(self, log: Path, device: Device, cores: int = 0) -> FarWorker:
-        """Start a worker there (see `StartWorker`). On a device other than `ANYWHERE` it has so many `cores` for
-        itself.
+    def start(self, log: Path) -> FarWorker:
+        """Start a worker there (see `StartWorker`).
 
         Raises:
             EngineUnavailable: the machine does not answer, or has no Python or no qdqtune of this version.
         """
-        program, _ = self._started(log)
-        return FarWorker(program, self.host, cores if device != ANYWHERE else 0)
-
-    def facts(self) -> MachineFacts:
-        """Connect, and return the facts of the machine. Raises as `start`."""
-        with temporary_folder() as folder:
-            program, facts = self._started(folder / "greeting.log")
-            program.end(ENDING_SECONDS)
-        return facts
-
-    def _started(self, log: Path) -> tuple[Program, MachineFacts]:
         command = self.command("qdqtune.engines.remote")
         try:
             program = Program(log, args=command)
         except OSError as error:
             raise EngineUnavailable(f"`on` needs the program {command[0]}: {one_line(error)}") from error
-        with ExitStack() as undo:
-            undo.callback(program.end, ENDING_SECONDS)
-            try:
-                words = greeting(program, START_SECONDS)
-                check_version(words, self.host)
-                facts = msgspec.convert(words["facts"], MachineFacts)
-            except TimeoutError:
-                raise EngineUnavailable(f"{self.host} does not answer within {START_SECONDS:.0f} s") from None
-            except (EOFError, OSError, msgspec.ValidationError):
-                code = program.exit_code(ENDING_SECONDS)
-                reason = why_not(self, code or 0, log.read_text(errors="replace").splitlines())
-                raise EngineUnavailable(reason) from None
-            undo.pop_all()
-        return program, replace(facts, where=self.host)
+        try:
+            return FarWorker(program, START_SECONDS, self.host)
+        except TimeoutError:
+            raise EngineUnavailable(f"{self.host} does not answer within {START_SECONDS:.0f} s") from None
+        except EOFError:
+            reason = why_not(self, program.exit_code() or 0, log.read_text(errors="replace").splitlines())
+            raise EngineUnavailable(reason) from None
+
+    def facts(self) -> MachineFacts:
+        """Connect, and return the facts of the machine. Raises as `start`."""
+        with temporary_folder() as folder:
+            worker = self.start(folder / "greeting.log")
+            worker.end()
+        return worker.facts
 
 
 def why_not(destination: Destination, code: int, printed: list[str]) -> str:
@@ -148,22 +132,37 @@ def why_not(destination: Destination, code: int, printed: list[str]) -> str:
 
 
 class FarWorker:
-    """A runner's worker on another machine, on `cores` cores of its own (0: not pinned). `program` runs this module
-    there; `host` is the user's name for the machine."""
+    """A runner's worker on another machine, where `program` runs this module."""
 
-    def __init__(self, program: Worker, host: str, cores: int) -> None:
-        self._program, self.location, self._cores = program, host, cores
+    def __init__(self, program: Worker, limit: float, host: str = "") -> None:
+        """Ask for the program's version, its host, and its machine's facts; after an error the program has ended.
+        `host` is the user's name for the machine, by default its own.
+
+        Raises:
+            EngineUnavailable: it has another version of qdqtune.
+            TimeoutError, EOFError: no answer within `limit` seconds.
+        """
+        self._program = program
+        with ExitStack() as undo:
+            undo.callback(self.end)
+            words = program.ask("greeting", (), limit)
+            self.location = host or words["host"]
+            if words["version"] != __version__:
+                raise EngineUnavailable(
+                    f"{self.location} has qdqtune {words['version']}, and here is {__version__}: install one version "
+                    "everywhere"
+                )
+            self.facts = msgspec.convert({**words["facts"], "where": self.location}, MachineFacts)
+            undo.pop_all()
 
     @property
     def alive(self) -> bool:
         return self._program.alive
 
-    def ask(self, message: Any, limit: float) -> tuple[bool, Any]:
-        name, arguments = message
+    def ask(self, name: str, arguments: tuple[Any, ...], limit: float) -> Any:
         contents: dict[str, Array] = {}
-        if name == "open":
-            name, arguments = "open_on", (self._cores, *arguments)
-        elif name == "build":
+        log = None
+        if name == "build":
             number, path, log = arguments
             proto, contents = packed(path)
             name, arguments = "build_from", (number, path.name, proto, tuple(contents))
@@ -178,43 +177,26 @@ class FarWorker:
 
         request = pickle.dumps(arguments, protocol=5, buffer_callback=is_part)
         try:
-            good, result = self._program.ask(("missing", (list(contents),)), limit) if contents else (True, [])
-            for digest in result if good else ():
-                good, result = self._program.ask(("put", (digest, contents[digest])), limit)
-                if not good:
-                    break
-            if good:
-                good, result = self._program.ask((name, (request, digests)), limit)
+            for digest in self._program.ask("missing", (list(contents),), limit) if contents else ():
+                self._program.ask("put", (digest, contents[digest]), limit)
+            result = self._program.ask("stored", (name, request, digests), limit)
         except EOFError as error:
             raise EOFError(f"{error} on {self.location}") from error
-        if good and name == "build_from":
-            text, good, result = result
-            if text:
-                log.write_text(text, encoding="utf-8", errors="backslashreplace")
-        if isinstance(result, EngineUnavailable | BadOption) and self.location not in str(result):
-            result = type(result)(f"on {self.location}: {result}")
-        return good, result
+        except BadOption as error:
+            raise BadOption(f"on {self.location}: {error}") from error
+        except (EngineUnavailable, OutputError) as error:  # other hosts may have room, so only this worker is lost
+            raise EngineUnavailable(f"on {self.location}: {error}") from error
+        if log is None:
+            return result
+        text, good, result = result
+        if text:
+            log.write_text(text, encoding="utf-8", errors="backslashreplace")
+        if good:
+            return result
+        raise result
 
     def end(self, seconds: float = ENDING_SECONDS) -> None:
         self._program.end(seconds)
-
-
-def greeting(program: Program, limit: float) -> dict[str, Any]:
-    """Read a program's first message: its version, its host, and its machine's facts. Raises as `Program.ask`."""
-    deadline = Deadline(limit)
-    program.channel.skip_to(GREETING, deadline)
-    words = program.channel.recv(deadline)
-    if not isinstance(words, dict) or not {"version", "host", "facts"} <= words.keys():
-        raise EOFError("no greeting")
-    return words
-
-
-def check_version(words: dict[str, Any], host: str) -> None:
-    """Raise if the other side has another version of qdqtune, as its greeting says."""
-    if words["version"] != __version__:
-        raise EngineUnavailable(
-            f"{host} has qdqtune {words['version']}, and here is {__version__}: install one version everywhere"
-        )
 
 
 def packed(path: Path) -> tuple[bytes, dict[str, Array]]:
@@ -245,25 +227,16 @@ MOST_KEPT = 2**30
 
 
 class FarSession(Session):
-    """A session on a device of this host whose files and large arrays arrive as bytes, stored by digest."""
+    """A session whose files and large arrays arrive as bytes, stored by digest."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
         self._sizes: dict[str, int] = {}
         self._constants: dict[int, tuple[str, ...]] = {}
-        self._lease = ExitStack()
 
-    def answer(self, name: str, *arguments: Any) -> Any:
-        """Answer one request. All but `missing` and `put` have pickled arguments, with large arrays by digest."""
-        if name not in ("missing", "put"):
-            request, digests = arguments
-            arrays = [np.fromfile(self._folder / digest, np.uint8) for digest in digests]
-            arguments = pickle.loads(request, buffers=arrays)
-        good, result = super().answer(name, *arguments)
-        if isinstance(result, OutputError):  # other hosts may have room, so only this worker is lost
-            result = EngineUnavailable(str(result))
-        return good, result
+    def greeting(self) -> dict[str, Any]:
+        return {"version": __version__, "host": gethostname(), "facts": asdict(this_machine())}
 
     def missing(self, digests: Sequence[str]) -> list[str]:
         """Which of these contents have to be sent. If too much is kept, what no loaded model uses is removed first."""
@@ -279,35 +252,19 @@ class FarSession(Session):
             (self._folder / digest).write_bytes(values.data)
         self._sizes[digest] = values.nbytes
 
-    def open_on(self, cores: int, spec: EngineSpec, *more: Any) -> None:
-        """Open an engine (see `Session.open`) on `cores` free cores, and on a free GPU if it needs one. With 0 cores
-        nothing is reserved."""
-        if cores:
-            os.environ.update(self._free_device(spec, cores).environment)
-        self.open(spec, *more)
-
-    def _free_device(self, spec: EngineSpec, cores: int) -> Device:
-        end = monotonic() + LEASE_SECONDS
-        while True:
-            try:
-                (device,) = allot(spec, 1, cores)
-                self._lease.enter_context(leased(device, 0.0))
-                return device
-            except (BadOption, EngineUnavailable) as error:  # its last process is still ending, or another has it
-                if cores > usable_cores():
-                    raise
-                if monotonic() > end:  # other hosts may have some, so only this worker is lost
-                    raise EngineUnavailable(str(error)) from error
-                sleep(0.1)
+    def stored(self, name: str, request: bytes, digests: Sequence[str]) -> Any:
+        """Call the method `name` with pickled arguments, of which large arrays were sent before."""
+        arrays = [np.fromfile(self._folder / digest, np.uint8) for digest in digests]
+        return getattr(self, name)(*pickle.loads(request, buffers=arrays))
 
     def build_from(self, number: int, name: str, proto: bytes, constants: tuple[str, ...]) -> tuple[str, bool, Any]:
         """Build a model from its bytes and the digests of its external data. Returns its output, and the answer."""
         path, log = self._folder / f"{number}-{name}", self._folder / "build.log"
         log.unlink(missing_ok=True)
-        with writing(path, "it may be full"):
+        with writing(f"to {self._folder}", "it may be full"):
             path.write_bytes(proto)
         self._constants[number] = constants
-        good, result = super().answer("build", number, path, log)
+        good, result = self.answer("build", number, path, log)
         return log.read_text(errors="replace") if log.exists() else "", good, result
 
     def unload(self, number: int) -> None:
@@ -323,8 +280,7 @@ def main() -> None:
         os.setsid()
     folder = temporary_folder().path
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
-    greeting = {"version": __version__, "host": gethostname(), "facts": asdict(this_machine())}
-    serve(FarSession(folder), greeting, folder)
+    serve(FarSession(folder), folder)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -16,14 +17,13 @@ from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.facts import facts_of
 from qdqtune.engines.memory import OUT_OF_RESOURCES, MemoryBudget
-from qdqtune.engines.process import StartWorker, Worker, WorkerProcess
+from qdqtune.engines.process import StartWorker, Worker, start_worker
 from qdqtune.errors import (
     BadModel,
     EngineFailure,
     EngineRefused,
     EngineUnavailable,
     Failure,
-    QdqtuneError,
     Stage,
     rewording,
     writing,
@@ -46,16 +46,15 @@ T = TypeVar("T")
 AHEAD = 4
 """Samples that are sent per thread in one request. Chosen, not measured."""
 
-start_worker: StartWorker = WorkerProcess
 
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Handle:
-    """One build of a model file that a runner holds."""
+    """One build of a model file that a runner holds, and the runner's number for it."""
 
     path: Path
     build: int
-    build_seconds: float = field(compare=False)
+    log: Path
+    build_seconds: float = 0.0
 
 
 class Runner:
@@ -89,7 +88,7 @@ class Runner:
         self._log, self._log_start = log_dir / f"{device.name or 'worker'}.log", 0
         self.mix: Mix = ()  # the inputs of `rounds` and `layers`
         self._numbers = itertools.count()
-        self._logs: dict[Handle, Path] = {}
+        self._loaded: list[Handle] = []
         self._builds = self.memory or MemoryBudget()  # those that workers hold; others are built again when needed
         with writing(log_dir):
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -103,7 +102,8 @@ class Runner:
     def close(self) -> None:
         """End the worker. The runner may be used again, and then builds loaded models again."""
         worker, self._worker = self._worker, None
-        self._builds.end(id(self))
+        for handle in self._loaded:
+            self._builds.remove(handle)
         if worker is not None:
             worker.end()
 
@@ -151,13 +151,13 @@ class Runner:
             EngineRefused: the engine does not build it. Methods below that need a build raise this too.
         """
         path = path.absolute()
-        loaded = [handle for handle in self._logs if handle.path == path]
+        loaded = [handle for handle in self._loaded if handle.path == path]
         if loaded and not fresh:
             return loaded[-1]
         number = next(self._numbers)
-        log = self.log_dir / f"{log_name or f'{path.stem}-{number}'}.log"
-        handle = Handle(path, number, _twice(lambda: self._build(number, path, log)))
-        self._logs[handle] = log
+        handle = Handle(path, number, self.log_dir / f"{log_name or f'{path.stem}-{number}'}.log")
+        handle.build_seconds = _twice(lambda: self._build(handle))
+        self._loaded.append(handle)
         return handle
 
     @contextlib.contextmanager
@@ -170,9 +170,10 @@ class Runner:
             self.unload(handle)
 
     def unload(self, handle: Handle) -> None:
-        self._logs.pop(handle, None)
-        if self._builds.remove((id(self), handle.build)):
-            self._free(handle.build)
+        if handle in self._loaded:
+            self._loaded.remove(handle)
+        if self._builds.remove(handle):
+            self._free(handle)
 
     def save(self, handle: Handle, path: Path) -> None:
         self._ask_of([handle], "save", handle.build, path.absolute(), what=f"saving {handle.path.name}")
@@ -259,26 +260,27 @@ class Runner:
         def ask() -> Any:
             self._open()
             for handle in handles:
-                if handle not in self._logs:
+                if handle not in self._loaded:
                     raise ValueError(f"{handle.path} is not loaded")
-                if not self._builds.use((id(self), handle.build)):
-                    self._build(handle.build, handle.path, self._logs[handle], handles)
+                if not self._builds.use(handle):
+                    self._build(handle, handles)
             return self._exchange(name, *arguments, what=what, extra=extra)
 
         return _twice(ask)
 
-    def _build(self, number: int, path: Path, log: Path, needed: Sequence[Handle] = ()) -> float:
-        size = 0 if self.memory is None else builds_for(self.mix) * (nbytes(path) + self._unpacked)
-        self._builds.make_room(size, frozenset((id(self), handle.build) for handle in needed))
+    def _build(self, handle: Handle, needed: Sequence[Handle] = ()) -> float:
+        size = 0 if self.memory is None else builds_for(self.mix) * (nbytes(handle.path) + self._unpacked)
+        self._builds.make_room(size, needed)
         self._open()  # now, as a worker may end while it frees a build
-        seconds: float = self._exchange("build", number, path, log, what=f"building {path.name}", log=log)
-        self._builds.add((id(self), number), size, lambda: self._free(number))
+        request = ("build", handle.build, handle.path, handle.log)
+        seconds: float = self._exchange(*request, what=f"building {handle.path.name}", log=handle.log)
+        self._builds.add(handle, size, lambda: self._free(handle))
         return seconds
 
-    def _free(self, number: int) -> None:
+    def _free(self, handle: Handle) -> None:
         if self._is_open:
             with contextlib.suppress(EngineRefused):  # then the memory is free as well
-                self._exchange("unload", number, what="unloading a model")
+                self._exchange("unload", handle.build, what="unloading a model")
 
     def _printed(self) -> str:
         """What the worker has printed outside of builds."""
@@ -293,16 +295,15 @@ class Runner:
             return
         self.close()
         self._log_start = self._log.stat().st_size if self._log.exists() else 0  # an earlier worker has printed that
-        self._worker = self._start(self._log, self.device)
+        self._worker = self._start(self._log)
         spec = EngineSpec(self._spec.name, dict(self._spec.options))
         extra = max(0.0, START_SECONDS - self._execution.seconds)
-        what = "opening the engine"
         try:
-            self._exchange("open", spec, self.mix, what=what, extra=extra)
-        except QdqtuneError as error:
+            self._exchange("open", spec, self.mix, self.device, what="opening the engine", extra=extra)
+        except EngineRefused as refused:
             self.close()
-            if isinstance(error, EngineRefused) and error.failure.stage in ("timeout", "crash"):
-                raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {error}") from error
+            if refused.failure.stage in ("timeout", "crash"):
+                raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {refused}") from refused
             raise
 
     def _exchange(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
@@ -311,31 +312,26 @@ class Runner:
 
         Raises:
             EngineRefused: the engine refuses, or the worker gives no answer.
-            QdqtuneError: any other error in the worker's answer.
+            QdqtuneError: any other error in the worker's answer. The worker has ended.
         """
-        worker, limit = self._worker, self._execution.within_budget(self._execution.seconds + extra)
-        assert worker is not None
-        answered = False
+        assert self._worker is not None
+        limit = self._execution.within_budget(self._execution.seconds + extra)
         try:
-            good, result = worker.ask((name, arguments), limit)
-            answered = True
-        except TimeoutError:
-            reason = f"{what} took longer than {limit:.4g} s"
-            raise EngineRefused(Failure("timeout", reason, _last_lines(log, self._printed()))) from None
-        except (EOFError, OSError) as error:
-            reason = f"the engine process ended with {error} while {what}"
-            raise EngineRefused(Failure("crash", reason, _last_lines(log, self._printed()))) from None
-        finally:
-            if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
-                self.close()
-        if good:
-            return result
-        if not isinstance(result, EngineFailure):
-            raise result
-        stage: Stage = "build" if name == "build" else "run"
-        if OUT_OF_RESOURCES.search(str(result)):
-            stage = "resources"
-        raise EngineRefused(Failure(stage, str(result), _last_lines(log))) from result
+            return self._worker.ask(name, arguments, limit)
+        except EngineFailure as error:
+            stage: Stage = "build" if name == "build" else "run"
+            if OUT_OF_RESOURCES.search(str(error)):
+                stage = "resources"
+            raise EngineRefused(Failure(stage, str(error), _last_lines(log))) from error
+        except BaseException as error:
+            self.close()  # also after an interrupt: its late answer must not be taken for that of the next request
+            if isinstance(error, TimeoutError):
+                stage, reason = "timeout", f"{what} took longer than {limit:.4g} s"
+            elif isinstance(error, EOFError | OSError):
+                stage, reason = "crash", f"the engine process ended with {error} while {what}"
+            else:
+                raise
+            raise EngineRefused(Failure(stage, reason, _last_lines(log, self._printed()))) from None
 
 
 def _twice(ask: Callable[[], T]) -> T:
@@ -366,6 +362,19 @@ def as_workloads(given: Tensors | Mix) -> Mix:
         replace(w, inputs={name: np.asarray(array) for name, array in w.inputs.items()}, share=w.share / total)
         for w in mix
     )
+
+
+def check_same_kind(runners: Sequence[Runner]) -> None:
+    """Start all engines, and refuse devices of different kinds: their latencies cannot be compared."""
+    with ThreadPoolExecutor(len(runners)) as threads:
+        first, *others = [started.result() for started in [threads.submit(runner.describe) for runner in runners]]
+    for runner, other in zip(runners[1:], others, strict=True):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise EngineUnavailable(
+                    f"workers are not alike: {runner.location} has {name} {other.get(name)}, {runners[0].location} has "
+                    f"{first.get(name)}; latencies compare on equal devices only, so give a run devices of one kind"
+                )
 
 
 @contextlib.contextmanager

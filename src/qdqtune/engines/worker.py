@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,14 +25,12 @@ from typing import Any, cast
 import numpy as np
 
 from qdqtune.engines import Built, Engine, EngineSpec, Launched, builds_for, open_engine, threads_of
-from qdqtune.engines.channel import Channel
+from qdqtune.engines.devices import ANYWHERE, Device, leased
 from qdqtune.engines.memory import return_free_memory
+from qdqtune.engines.process import Channel
 from qdqtune.errors import EngineFailure, QdqtuneError
 from qdqtune.system.interpreter import end_group
 from qdqtune.types import Array, Layer, Mix, NumericFormat, QuantType, Tensors, Times, Turn, Workload
-
-GREETING = b"qdqtune is here: "
-"""Marks the start of the first message, as shells may print other lines before it."""
 
 ENDING_SECONDS = 1.0
 """Seconds that a worker whose input has closed may take to end by itself. Chosen, not measured."""
@@ -63,6 +62,7 @@ class Session:
         self._opener = opener
         self._engines: dict[int | None, Engine] = {}
         self._models: dict[int, Model] = {}
+        self._lease = ExitStack()
         self._turn_seconds = LAUNCH_SECONDS
 
     def answer(self, name: str, *arguments: Any) -> Any:
@@ -77,7 +77,10 @@ class Session:
                 raise
             return False, EngineFailure(f"the engine process cannot use {error.filename or 'a file'}: {error.strerror}")
 
-    def open(self, spec: EngineSpec, mix: Mix = ()) -> None:
+    def open(self, spec: EngineSpec, mix: Mix = (), device: Device = ANYWHERE) -> None:
+        """Reserve the device until this process ends, and open the engine there."""
+        taken, _ = self._lease.enter_context(leased(device, spec))
+        os.environ.update(taken.environment)
         self._spec, self._is_launched = spec, spec.facts.is_launched
         self._mix: Mix = mix or (Workload({}),)
         self._engines = {None: self._opener(spec)}
@@ -227,9 +230,9 @@ def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Laye
     return reports[int(np.argmax(np.multiply(shares, spent)))]
 
 
-def serve(session: Session, greeting: Any = None, folder: Path | None = None) -> None:
+def serve(session: Session, folder: Path | None = None) -> None:
     """Answer the parent's messages over standard input and output until it is gone; then end this process, its children
-    and `folder`. A `greeting` is sent first, after the mark `GREETING`.
+    and `folder`.
 
     Anything printed meanwhile goes to standard error, so that it does not come between messages.
     """
@@ -240,19 +243,14 @@ def serve(session: Session, greeting: Any = None, folder: Path | None = None) ->
     os.dup2(2, 1)
     _end_with_input(reads.fileno(), folder)
     channel = Channel(reads, writes, asks=False)
-    if greeting is not None:
-        writes.write(GREETING)
-        channel.send(greeting)
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # the parent is gone
+        while True:
             name, arguments = channel.recv()
-        except (EOFError, OSError):
-            break
-        if name == "rounds":  # garbage is collected before them, not while they are timed
-            gc.collect()
-            gc.disable()
-        channel.send(session.answer(name, *arguments))
-        gc.enable()
+            if name == "rounds":  # garbage is collected before them, not while they are timed
+                gc.collect()
+                gc.disable()
+            channel.send(session.answer(name, *arguments))
+            gc.enable()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     end_group(0)

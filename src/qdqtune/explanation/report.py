@@ -221,8 +221,7 @@ def circumstances(run: FinishedRun) -> Iterator[Fact]:
         if engine.get(name):
             yield Fact({"isa": "instruction sets"}.get(name, name.replace("_", " ")), engine[name])
     yield Fact("cores", str(log.machine.cores))
-    if log.machine.load is not None:
-        yield Fact("load", f"{log.machine.load:g}", "processes that wanted the cores when it began")
+    yield Fact("load", f"{log.machine.load:g}", "processes that wanted the cores when it began")
     yield Fact("system", log.machine.system)
     yield Fact("begun", log.begun.replace("T", " ").replace("+00:00", " UTC"))
     yield Fact("seed", str(summary["seed"]))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from qdqtune.engines import EngineSpec, threads_of
-from qdqtune.engines.devices import load_average, usable_cores
 from qdqtune.engines.machine import MachineFacts, simulated
 from qdqtune.engines.runner import as_workloads
 from qdqtune.errors import BadOption
@@ -24,12 +22,10 @@ class View:
     alone: tuple[tuple[float, ...], ...] = ()
 
 
-def counts_of(
-    engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool = True, machine: MachineFacts | None = None
-) -> tuple[int | None, ...]:
+def counts_of(engine: EngineSpec, asked: Sequence[int] | None, machine: MachineFacts | None) -> tuple[int | None, ...]:
     """The numbers of threads at which a result must hold, the engine's own first: those `asked` for, by default the
-    engine's. (None,) for an engine without CPU threads. Raises BadOption if the machine that measures has fewer cores:
-    this one if `is_here`, or `machine`."""
+    engine's. (None,) for an engine without CPU threads. Raises BadOption if the machine that measures (None: not known)
+    has fewer cores."""
     own = threads_of(engine)
     if own is None:
         if asked is not None and len(asked) > 1:
@@ -39,10 +35,8 @@ def counts_of(
         return (own,)
     if not asked or min(asked) < 1:
         raise BadOption("`threads` wants whole numbers from 1 on, such as 1,4,16")
-    cores = usable_cores() if machine is None else machine.cores
-    if engine.facts.is_threaded and (is_here or machine is not None) and max(asked) > cores:
-        where = "here" if machine is None else f"on {machine.where}"
-        usable = f"only {cores} core{'s' * (cores > 1)} can be used {where}"
+    if machine is not None and engine.facts.is_threaded and max(asked) > (cores := machine.cores):
+        usable = f"only {cores} core{'s' * (cores > 1)} can be used {machine.place}"
         raise BadOption(f"`threads` {max(asked)}: {usable}; give at most {cores}, or tune where there are more")
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
 
@@ -75,20 +69,17 @@ def views_of(mix: Mix, counts: Sequence[int | None]) -> tuple[View, ...]:
     return tuple(views)
 
 
-def busy(engine: EngineSpec, machine: MachineFacts | None = None) -> str | None:
-    """A warning if there are fewer cores than threads, or if other processes use them, on this machine or the other
-    `machine` that measures. None for the fake engine and simulators."""
+def busy(engine: EngineSpec, machine: MachineFacts) -> str | None:
+    """A warning if the machine that measures has fewer cores than threads, or if other processes use them. None for the
+    fake engine and simulators."""
     if engine.facts.is_modelled or simulated(engine.name, machine):
         return None
-    threads = threads_of(engine) or 1
-    if machine is None:
-        usable, cores, processes, where = usable_cores(), os.cpu_count() or 1, load_average() or 0.0, "this machine"
-    else:
-        usable, cores, processes, where = machine.cores, machine.cores, machine.load or 0.0, machine.where
-    if threads > usable:
-        ours = f"{usable} core{'s' * (usable > 1)} of {where}"
+    threads, where = threads_of(engine) or 1, machine.where or "this machine"
+    if threads > machine.cores:
+        ours = f"{machine.cores} core{'s' * (machine.cores > 1)} of {where}"
         return f"`threads` {threads}: this process may use {ours}, so threads wait for each other, and times say little"
-    if processes + threads <= cores + 0.5:
+    cores = machine.all_cores
+    if machine.load + threads <= cores + 0.5:
         return None
-    share = f"{processes:.1f} processes want the {cores} core{'s' * (cores > 1)} of {where} beside this run"
+    share = f"{machine.load:.1f} processes want the {cores} core{'s' * (cores > 1)} of {where} beside this run"
     return f"the machine is busy ({share}): intervals will be wide; end other work, or tune at a quieter time"

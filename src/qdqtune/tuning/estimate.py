@@ -45,7 +45,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         untimed = simulated(settings.engine.name, settings.machine)
         raise BadOption(f"{untimed}, so no time can be estimated: `builds` and `time_budget` bound a run")
     observer = observer or Silent()
-    execution, _ = on_device(settings.on, Execution(settings.time_limit), settings.machine)
+    execution = on_device(settings.on, Execution(settings.time_limit))
     function = None if settings.evaluate is None else load_evaluation(settings.evaluate, execution)
     check_run(settings)
     with temporary_runner(settings.engine, execution) as runner:

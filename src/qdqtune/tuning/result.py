@@ -13,7 +13,6 @@ from typing import Any
 
 from qdqtune.calibration.inputs import input_specs
 from qdqtune.engines.fallback import fallback
-from qdqtune.engines.machine import this_machine
 from qdqtune.errors import BadOption, BadState, EngineRefused
 from qdqtune.graph.inference import FIXING, waiting_for_sizes
 from qdqtune.graph.loading import growth, load, nbytes
@@ -172,7 +171,8 @@ def earlier_result(run: Run, proof: Proof, shortfall: str | None) -> Result | No
 
 def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | None) -> Iterator[str]:
     settings, standings = run.settings, proof.contexts
-    if (machine := settings.machine) is not None:
+    machine = settings.machine
+    if machine.where:
         chip = run.runner.describe().get("device", "unknown")
         yield f"built, run and timed on {machine.where} ({chip}, {machine.cores} cores), calibrated here"
     shipped = None if proof.trial is None or not settings.has_samples else proof.trial.accuracy
@@ -225,7 +225,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     summary = {
         "format": FORMAT,
         "model": named(str(settings.model)),
-        "engine": description | ({} if settings.machine is None else {"machine": settings.machine.where}),
+        "engine": description | ({"machine": settings.machine.where} if settings.machine.where else {}),
         "tuned_for": tuned_for(settings.thread_counts, is_default=settings.threads is None),
         "mode": settings.mode,
         "state_file": None if settings.state_file is None else str(settings.state.absolute()),
@@ -342,7 +342,6 @@ class RunLogWriter(Silent):
 
     def __init__(self) -> None:
         self._begun, self._clock = datetime.now(UTC), time.monotonic()
-        self._here = this_machine()
         self._times: dict[int, float] = {}
 
     @property
@@ -360,7 +359,7 @@ class RunLogWriter(Silent):
             calibration_data=settings.calibration_data,
             engine=settings.engine,
             calibration=f"{settings.calibration.method} on {run.subject.prepared.samples.origin}",
-            machine=settings.machine or self._here,
+            machine=settings.machine,
             plan=settings.plan,
             proof=settings.proof,
             trials=tuple(

@@ -12,12 +12,11 @@ from math import ceil
 
 import numpy as np
 
-from qdqtune.engines.allocation import allocate_workers, check_same_kind
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.options import on_device
-from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.pool import WorkerPool, allocate_workers
+from qdqtune.engines.runner import Runner, check_same_kind
 from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording, writing
 from qdqtune.graph.loading import files_of, nbytes
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
@@ -365,7 +364,7 @@ def prepared(settings: Settings, observer: Observer, begun: float | None = None)
     with ExitStack() as stack:
         if settings.on is not None:
             observer.stage(f"connecting to {settings.on}")
-        execution, _ = on_device(settings.on, execution, settings.machine)
+        execution = on_device(settings.on, execution)
         output = stack.enter_context(OutputFolder(settings))
         with writing(f"to {output.path}"):
             folder = stack.enter_context(Scratch(output.path))

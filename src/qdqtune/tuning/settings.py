@@ -14,7 +14,7 @@ from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import TIME_LIMIT
 from qdqtune.engines.formats import weight_formats_like
-from qdqtune.engines.machine import MachineFacts, simulated
+from qdqtune.engines.machine import MachineFacts, simulated, this_machine
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import APART_DB, FLOOR_DB, MOST_EQUAL
@@ -110,7 +110,7 @@ class Settings(SearchOptions):
     command: tuple[str, ...] = field(default=(), compare=False)
     workloads: tuple[WorkloadFile, ...] = ()
     threads: tuple[int, ...] | None = None
-    machine: MachineFacts | None = field(default=None, compare=False)
+    machine: MachineFacts = field(default_factory=this_machine, compare=False)
     cut_seed: bool = True
     incremental_validation: bool = True
     graph_json: Path | None = None
@@ -150,7 +150,7 @@ class Settings(SearchOptions):
                     except BadOption as error:
                         raise BadOption(f"`formats`: {error}, and {self.quant_type} for pairs") from error
         if self.threads is not None:
-            counts_of(self.engine, self.threads, is_here=self.ray is None, machine=self.machine)
+            counts_of(self.engine, self.threads, None if self.ray else self.machine)
         if not self.is_timed and (self.mode != "cut" or self.front or self.formats is not None or self.from_qdq):
             raise BadOption(
                 f"{simulated(self.engine.name, self.machine)}: a search there is by rule, with `mode` cut, for float "
@@ -169,11 +169,9 @@ class Settings(SearchOptions):
         return not simulated(self.engine.name, self.machine)
 
     @property
-    def has_narrow_products(self) -> bool | None:
-        """Whether weights have 7 bits, either to be `portable`, or since products would saturate on the other machine
-        that measures. None: this machine's processor decides."""
-        if self.machine is None:
-            return self.portable or None
+    def has_narrow_products(self) -> bool:
+        """Whether weights have 7 bits, either to be `portable`, or since products would saturate on the machine that
+        measures."""
         return self.portable or self.machine.products_saturate
 
     @property
@@ -222,7 +220,7 @@ class Settings(SearchOptions):
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
         """The numbers of threads that candidates are timed at, see `contexts.counts_of`."""
-        return counts_of(self.engine, self.threads, is_here=self.ray is None, machine=self.machine)
+        return counts_of(self.engine, self.threads, None if self.ray else self.machine)
 
     @property
     def proof_plan(self) -> Plan:

@@ -17,7 +17,7 @@ from loaded_modules import absent
 from observers import When
 from processes import family, on_all_cores, poison, until
 from qdqtune.engines import EngineSpec, devices
-from qdqtune.engines.allocation import allocate_workers
+from qdqtune.engines.pool import allocate_workers
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.system.writing import ENDING, SCRATCH, TEMPORARY, sweep
 from qdqtune.tuning.loop import tune

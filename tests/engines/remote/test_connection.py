@@ -20,13 +20,14 @@ import pytest
 from observers import When
 from processes import on_all_cores, until
 from qdqtune.engines import EngineSpec, devices
+from qdqtune.engines.devices import Device
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import MachineFacts
 from qdqtune.engines.options import on_device
 from qdqtune.engines.process import Program
 from qdqtune.engines.remote import Destination, FarSession, packed, why_not
 from qdqtune.engines.runner import Runner, temporary_runner
-from qdqtune.errors import BadOption, EngineUnavailable
+from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import ConstantFile
 from qdqtune.tuning.loop import tune
@@ -166,9 +167,9 @@ def test_a_machine_is_named_as_for_ssh_and_may_have_a_python(text: str, host: st
 def test_cores_that_stay_in_use_lose_the_worker_and_not_the_run(
     cores: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qdqtune.engines.remote.LEASE_SECONDS", -1.0)
+    monkeypatch.setattr("qdqtune.engines.devices.LEASE_SECONDS", -1.0)
     monkeypatch.setattr(devices, "is_free", lambda _: False)
-    good, error = request(FarSession(tmp_path), "open_on", cores, FAKE)
+    good, error = request(FarSession(tmp_path), "open", FAKE, (), Device(wants=cores))
     assert (good, type(error)) == (False, kind)
 
 
@@ -191,16 +192,16 @@ def test_of_contents_those_that_no_build_needs_are_bounded(tmp_path: Path, monke
 
 def test_a_disk_without_room_loses_the_worker_with_a_reason(tmp_path: Path) -> None:
     model, desk = saved_with_constants(tmp_path), FarSession(tmp_path)
-    assert request(desk, "open_on", 0, FAKE) == (True, None)
+    assert request(desk, "open", FAKE) == (True, None)
     _, constants = packed(model)
     with room_for(5):
         (good, error), *_ = [desk.answer("put", digest, values) for digest, values in constants.items()]
-    assert (good, type(error)) == (False, EngineUnavailable)
+    assert (good, type(error)) == (False, OutputError)
     assert re.fullmatch("cannot write to .*: File too large; it may be full", str(error))
 
 
 def request(desk: FarSession, name: str, *words: Any) -> Any:
-    return desk.answer(name, pickle.dumps(words), ())
+    return desk.answer("stored", name, pickle.dumps(words), ())
 
 
 def saved_with_constants(folder: Path) -> Path:
@@ -218,10 +219,10 @@ def test_contents_go_there_once_and_builds_are_removed_when_they_are_freed(
     model, (far, machine) = saved_with_constants(tmp_path), board
     sent, ask = Counter[str](), Program.ask
 
-    def counted(program: Program, message: Any, limit: float) -> Any:
-        if message[0] == "put":
-            sent[message[1][0]] += 1
-        return ask(program, message, limit)
+    def counted(program: Program, name: str, arguments: tuple[Any, ...], limit: float) -> Any:
+        if name == "put":
+            sent[arguments[0]] += 1
+        return ask(program, name, arguments, limit)
 
     monkeypatch.setattr(Program, "ask", counted)
     inputs = {"x": np.ones((16, 64, 64), np.float32)}
@@ -231,15 +232,16 @@ def test_contents_go_there_once_and_builds_are_removed_when_they_are_freed(
             runner.outputs(handle, [inputs])
         assert set(sent.values()) == {1}
         assert len(sent) == len(packed(model)[1]) + len(inputs)
-        assert sorted(path.name for path in far.temporary.rglob("*.onnx")) == ["0-candidate.onnx", "1-candidate.onnx"]
+        names = [f"{handle.build}-candidate.onnx" for handle in (first, second)]
+        assert {path.name for path in far.temporary.rglob("*.onnx")} == {*names}
         runner.unload(first)
-        assert [path.name for path in far.temporary.rglob("*.onnx")] == ["1-candidate.onnx"]
+        assert [path.name for path in far.temporary.rglob("*.onnx")] == names[1:]
 
 
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_killed_or_stopped_costs_its_job(far: Far, tmp_path: Path, harm: signal.Signals) -> None:
     model = write(mixed(), tmp_path)
-    execution, _ = on_device(far.on, Execution(seconds=2.0))
+    execution = on_device(far.on, Execution(seconds=2.0))
     with (
         temporary_runner(FAKE, execution) as runner,
         temporary_runner(FAKE, execution) as other,
