@@ -71,7 +71,7 @@ def call_of(tokens: int, past: int, batch: int = 1) -> Arrays:
 
 def written(folder: Path, model: Model, calls: Mapping[str, Arrays]) -> Path:
     for name, arrays in calls.items():
-        np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
+        np.savez(folder / f"{name}.npz", **arrays)
     save(model, folder / "model.onnx")
     return folder / "model.onnx"
 

@@ -2,16 +2,16 @@
 
 import gc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
+from models import Arrays, model
 from qdqtune.commands.doctor import DoctorOptions, qualify
-from qdqtune.engines import Engine, EngineSpec, open_engine
+from qdqtune.engines import Built, Engine, EngineSpec, open_engine
 from qdqtune.errors import EngineFailure
 from qdqtune.tuning.observer import Silent
 from qdqtune.types import NumericFormat, QType
@@ -23,62 +23,45 @@ IMAGE = {"x": RANDOM.standard_normal((1, 4, 8, 8)).astype(np.float32)}
 ROWS = {"x": RANDOM.standard_normal((3, 16)).astype(np.float32)}
 
 
-def model_of(
-    nodes: list[onnx.NodeProto], shape: list[Any], constants: dict[str, Any], opset: int = 19
-) -> onnx.ModelProto:
-    """A model from input `x` of `shape` to output `y`. Constants are arrays or tensors."""
-    tensors = [numpy_helper.from_array(v, k) if isinstance(v, np.ndarray) else v for k, v in constants.items()]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        tensors,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
-    return onnx.shape_inference.infer_shapes(model)
+def model_of(body: str, shape: str, constants: Arrays | None = None, opset: int = 19) -> onnx.ModelProto:
+    """A model from an input `x` of `shape` to an output `y`, by the text of its nodes."""
+    text = f"g (float[{shape}] x) => (float[] y) {{ {body} }}"
+    return onnx.shape_inference.infer_shapes(model(text, opset, 9, constants))
 
 
 def conv_model(side: int = 8) -> onnx.ModelProto:
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], name="conv", pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["c"], ["y"], name="relu"),
-    ]
-    return model_of(nodes, ["batch", 4, side, side], {"w": CONV_WEIGHT})
+    body = "[conv] c = Conv <pads=[1,1,1,1]> (x, w) [relu] y = Relu(c)"
+    return model_of(body, f"batch,4,{side},{side}", {"w": CONV_WEIGHT})
 
 
 def matmul_model() -> onnx.ModelProto:
-    return model_of([helper.make_node("MatMul", ["x", "w"], ["y"], name="matmul")], ["n", 16], {"w": MATMUL_WEIGHT})
+    return model_of("[matmul] y = MatMul(x, w)", "n,16", {"w": MATMUL_WEIGHT})
 
 
 def quantized_conv_model(numbers: NumericFormat, side: int = 8, *, relu: bool = True) -> onnx.ModelProto:
     """The convolution with a pair on its input, its weight and its output, in an engine's own numbers."""
-    dtypes = {QType.INT8: TensorProto.INT8, QType.UINT8: TensorProto.UINT8, QType.FP8: TensorProto.FLOAT8E4M3FN}
-    activation, weight = dtypes[numbers.activation], dtypes[numbers.weight]
     middle = 128 if numbers.activation is QType.UINT8 else 0
     weight_high = 63 if numbers.reduced_weights else numbers.weight.high
     channels = np.abs(CONV_WEIGHT).max(axis=(1, 2, 3)) if numbers.per_channel else np.abs(CONV_WEIGHT).max()
-    weight_scale = np.array(channels / weight_high, np.float32)
-    spread = 4.0 / (numbers.activation.high - middle)
     constants = {
         "w": CONV_WEIGHT,
-        "s": np.array(spread, np.float32),
-        "z": helper.make_tensor("z", activation, [], [middle]),
-        "ws": weight_scale,
-        "wz": helper.make_tensor("wz", weight, weight_scale.shape, [0] * weight_scale.size),
+        "s": np.float32(4.0 / (numbers.activation.high - middle)),
+        "z": np.array(middle, numbers.activation.dtype),
+        "ws": np.asarray(channels / weight_high, np.float32),
+        "wz": np.zeros(channels.shape, numbers.weight.dtype),
     }
-    axis = {"axis": 0} if numbers.per_channel else {}
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
-        helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
-        helper.make_node("QuantizeLinear", ["w", "ws", "wz"], ["wq"], **axis),
-        helper.make_node("DequantizeLinear", ["wq", "ws", "wz"], ["wd"], **axis),
-        helper.make_node("Conv", ["xd", "wd"], ["c"], name="conv", pads=[1, 1, 1, 1]),
-        *([helper.make_node("Relu", ["c"], ["r"], name="relu")] if relu else []),
-        helper.make_node("QuantizeLinear", ["r" if relu else "c", "s", "z"], ["rq"]),
-        helper.make_node("DequantizeLinear", ["rq", "s", "z"], ["y"]),
-    ]
-    return model_of(nodes, ["batch", 4, side, side], constants)
+    axis = "<axis=0>" if numbers.per_channel else ""
+    body = f"""
+        xq = QuantizeLinear(x, s, z) xd = DequantizeLinear(xq, s, z)
+        wq = QuantizeLinear{axis}(w, ws, wz) wd = DequantizeLinear{axis}(wq, ws, wz)
+        [conv] c = Conv <pads=[1,1,1,1]> (xd, wd) {"[relu] r = Relu(c)" if relu else ""}
+        rq = QuantizeLinear({"r" if relu else "c"}, s, z) y = DequantizeLinear(rq, s, z)"""
+    return model_of(body, f"batch,4,{side},{side}", constants)
+
+
+def built_by(engine: Engine, model: onnx.ModelProto, folder: Path) -> Built:
+    onnx.save(model, folder / "m.onnx")
+    return engine.build(folder / "m.onnx", folder / "build.log")
 
 
 def static(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -114,22 +97,16 @@ class EngineContract:
         assert {one.check for one in seen if one.state != "held"} == self.unmet
 
     @pytest.mark.parametrize("text", ["y = NoSuchOp(x)", "y = Add(x, nobody)"])
-    def test_a_file_that_is_no_model_is_refused_in_one_line(
-        self, engine: Engine, tmp_path: Path, log: Path, text: str
-    ) -> None:
-        head = '<ir_version: 8, opset_import: ["": 17]>'
-        onnx.save(onnx.parser.parse_model(f"{head} net (float[1] x) => (float[1] y) {{{text}}}"), tmp_path / "m.onnx")
+    def test_a_file_that_is_no_model_is_refused_in_one_line(self, engine, tmp_path, text):
+        net = model(f"net (float[1] x) => (float[1] y) {{ {text} }}")
         with pytest.raises(EngineFailure) as refusal:
-            engine.build(tmp_path / "m.onnx", log).run({"x": np.zeros(1, np.float32)})
+            built_by(engine, net, tmp_path).run({"x": np.zeros(1, np.float32)})
         assert len(str(refusal.value).splitlines()) == 1
 
     @pytest.mark.parametrize("inputs", [{}, {"x": np.zeros((1, 1, 2, 2), np.float32)}], ids=["none", "other sizes"])
-    def test_inputs_that_do_not_fit_are_refused_in_one_line(
-        self, engine: Engine, tmp_path: Path, log: Path, inputs: dict[str, Any]
-    ) -> None:
-        onnx.save(conv_model(), tmp_path / "m.onnx")
+    def test_inputs_that_do_not_fit_are_refused_in_one_line(self, engine, tmp_path, inputs):
         with pytest.raises(EngineFailure) as refusal:
-            engine.build(tmp_path / "m.onnx", log).run(inputs)
+            built_by(engine, conv_model(), tmp_path).run(inputs)
         assert len(str(refusal.value).splitlines()) == 1
 
     def opened(self) -> Engine:
@@ -139,10 +116,6 @@ class EngineContract:
     def engine(self) -> Engine:
         return self.opened()
 
-    @pytest.fixture
-    def log(self, tmp_path: Path) -> Path:
-        return tmp_path / "build.log"
-
     def test_describe_is_stable_text_that_names_engine_and_version(self, engine: Engine) -> None:
         first, second = engine.describe(), self.opened().describe()
         assert first == second
@@ -150,26 +123,20 @@ class EngineContract:
         assert {"version", "device", "threads"} <= set(first)
         assert all(isinstance(value, str) for value in first.values())
 
-    def test_outputs_have_their_names_where_one_is_a_copy(self, engine: Engine, tmp_path: Path, log: Path) -> None:
-        nodes = [
-            helper.make_node("Abs", ["x"], ["a"], name="abs"),
-            helper.make_node("Identity", ["a"], ["y"], name="copy"),
-            helper.make_node("Neg", ["a"], ["b"], name="neg"),
-        ]
-        model = model_of(nodes, [2, 3], {})
+    def test_outputs_have_their_names_where_one_is_a_copy(self, engine: Engine, tmp_path: Path) -> None:
+        model = model_of("[abs] a = Abs(x) [copy] y = Identity(a) [neg] b = Neg(a)", "2,3")
         model.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 3]) for name in "ba")
-        onnx.save(model, tmp_path / "m.onnx")
         x = np.array([[-1, 2, -3], [4, 5, 6]], np.float32)
-        outputs = engine.build(tmp_path / "m.onnx", log).run({"x": x, "nobody's": x})
+        outputs = built_by(engine, model, tmp_path).run({"x": x, "nobody's": x})
         assert list(outputs) == ["y", "b", "a"]
         for name, expected in (("y", abs(x)), ("b", -abs(x)), ("a", abs(x))):
             np.testing.assert_array_equal(outputs[name], expected)
 
-    def test_external_data_are_read_beside_the_file(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+    def test_external_data_are_read_beside_the_file(self, engine: Engine, tmp_path: Path) -> None:
         path, data = tmp_path / "m.onnx", tmp_path / "weights.bin"
         onnx.save(conv_model(), path, save_as_external_data=True, location=data.name, size_threshold=0)
         assert data.stat().st_size >= CONV_WEIGHT.nbytes
-        built = engine.build(path, log)
+        built = engine.build(path, log := tmp_path / "build.log")
         expected = ReferenceEvaluator(conv_model()).run(None, IMAGE)[0]
         np.testing.assert_allclose(built.run(IMAGE)["y"], expected, atol=1e-4)
         assert built.layers(IMAGE, 1)
@@ -179,29 +146,25 @@ class EngineContract:
         assert len(str(refusal.value).splitlines()) == 1
         assert log.read_text().strip()
 
-    def test_the_batch_may_differ_from_run_to_run(self, engine: Engine, tmp_path: Path, log: Path) -> None:
-        onnx.save(conv_model(), tmp_path / "m.onnx")
-        built = engine.build(tmp_path / "m.onnx", log)
+    def test_the_batch_may_differ_from_run_to_run(self, engine: Engine, tmp_path: Path) -> None:
+        built = built_by(engine, conv_model(), tmp_path)
         three = {"x": np.concatenate([IMAGE["x"]] * 3)}
         assert built.run(IMAGE)["y"].shape == (1, 8, 8, 8)
         assert built.run(three)["y"].shape == (3, 8, 8, 8)
         assert 0 < built.time(IMAGE, 4) < 1
         assert 0 < built.time(three, 1) < 1
 
-    def test_two_builds_of_one_file_live_side_by_side(self, engine: Engine, tmp_path: Path, log: Path) -> None:
-        onnx.save(matmul_model(), tmp_path / "m.onnx")
-        first, second = (engine.build(tmp_path / "m.onnx", log) for _ in range(2))
+    def test_two_builds_of_one_file_live_side_by_side(self, engine: Engine, tmp_path: Path) -> None:
+        first, second = (built_by(engine, matmul_model(), tmp_path) for _ in range(2))
         first.close()
         assert second.run(ROWS)["y"].shape == (3, 8)
 
-    def test_a_layer_holds_what_was_fused_into_it(self, engine: Engine, tmp_path: Path, log: Path) -> None:
-        onnx.save(named(conv_model()), tmp_path / "m.onnx")
-        layers = engine.build(tmp_path / "m.onnx", log).layers(IMAGE, 1)
+    def test_a_layer_holds_what_was_fused_into_it(self, engine: Engine, tmp_path: Path) -> None:
+        layers = built_by(engine, named(conv_model()), tmp_path).layers(IMAGE, 1)
         assert [set(layer.nodes) for layer in layers if layer.kind == "compute"] == [{"conv", "relu"}]
 
-    def test_what_is_built_can_be_saved_or_the_refusal_says_why(self, engine, tmp_path, log):
-        onnx.save(conv_model(), tmp_path / "m.onnx")
-        built = engine.build(tmp_path / "m.onnx", log)
+    def test_what_is_built_can_be_saved_or_the_refusal_says_why(self, engine, tmp_path):
+        built = built_by(engine, conv_model(), tmp_path)
         if self.saved is None:
             with pytest.raises(EngineFailure, match=self.spec.name):
                 built.save(tmp_path / "saved")
@@ -211,18 +174,16 @@ class EngineContract:
             with pytest.raises((EngineFailure, OSError)):
                 built.save(tmp_path / "m.onnx" / self.saved)
 
-    def test_close_frees_the_model(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+    def test_close_frees_the_model(self, engine: Engine, tmp_path: Path) -> None:
         statm = Path("/proc/self/statm")
         if not statm.exists():
             pytest.skip("needs /proc")
         weight = np.ones((1024, 2048), np.float32)  # 8 MB
-        onnx.save(
-            model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], ["n", 1024], {"w": weight}), tmp_path / "m.onnx"
-        )
+        model = model_of("y = MatMul(x, w)", "n,1024", {"w": weight})
         pages = []
         gc.freeze()  # or each collection looks at all that other tests have left
         for _ in range(8):
-            built = engine.build(tmp_path / "m.onnx", log)
+            built = built_by(engine, model, tmp_path)
             built.run({"x": np.ones((1, 1024), np.float32)})
             built.close()
             del built

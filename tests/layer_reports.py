@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper, parser
 
+from models import model
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.coverage import read_model
 from qdqtune.types import Layer
@@ -32,11 +32,9 @@ def random_array(*shape: int) -> np.ndarray:
 
 def text_model(text: str, constants: Mapping[str, Any] | None = None) -> onnx.ModelProto:
     """A model of ONNX's text form, opset 19, with more constants."""
-    model = parser.parse_model(f'<ir_version: 9, opset_import: ["": 19]> {text}')
-    for name, value in (constants or {}).items():
-        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
-    onnx.checker.check_model(model)
-    return model
+    made = model(text, 19, 9, constants)
+    onnx.checker.check_model(made)
+    return made
 
 
 def layers_of(engine: str, model: onnx.ModelProto, inputs: Mapping[str, Any], folder: Path) -> tuple[Layer, ...]:

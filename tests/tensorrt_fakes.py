@@ -186,7 +186,7 @@ def install(patch: pytest.MonkeyPatch, version: str) -> tuple[Module, FakeCuda]:
     """Put the stand-ins of a version where programs look for the modules."""
     cuda = FakeCuda()
     trt, bindings = Module(version, cuda), ModuleType("cuda.bindings")
-    bindings.runtime = cuda  # type: ignore[attr-defined]
+    bindings.runtime = cuda
     present(patch, {"tensorrt": trt, "cuda.bindings": bindings, "cuda.bindings.runtime": cuda})
     return trt, cuda
 

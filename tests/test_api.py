@@ -58,7 +58,7 @@ def test_a_model_and_samples_in_memory_give_a_result_that_shows_itself(tuned: qd
     assert shown[0].index("baseline") == shown[1].index(tuned.table().rows[0][1])
     assert json.loads(json.dumps(tuned.to_dict()))["shipped"] == "tuned"
     with pytest.raises(AttributeError):
-        tuned.folder = Path()  # type: ignore[misc]
+        tuned.folder = Path()
 
 
 def test_a_result_explains_itself(tuned: qdqtune.Result) -> None:
@@ -172,11 +172,11 @@ def test_the_command_line_has_the_options_that_python_has(name: str) -> None:
 
 def test_an_unknown_keyword_is_refused_with_the_nearest(model: Path) -> None:
     with pytest.raises(BadOption, match="no option 'calibration_sample'; did you mean 'calibration_samples'"):
-        qdqtune.tune(model, calibration_sample=3)  # type: ignore[call-arg]
+        qdqtune.tune(model, calibration_sample=3)
     with pytest.raises(BadOption, match="compare has no option 'thread'; did you mean 'threads'"):
         qdqtune.compare(model, model, thread=3)
     with pytest.raises(BadOption, match="tune has no option 'out'; did you mean 'output_dir'"):
-        qdqtune.tune(model, out="run")  # type: ignore[call-arg]
+        qdqtune.tune(model, out="run")
 
 
 def test_a_metric_of_the_callers_decides(tuned: qdqtune.Result) -> None:

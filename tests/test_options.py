@@ -50,7 +50,7 @@ def test_values_of_python_mean_what_text_means() -> None:
     typed = TuneOptions(
         "-model.onnx",
         input_shapes=["x:0:1x3", "s:"], fix_inputs=["n=2", "s=a=b"], engine_options=["streams=2", "mode=x"],
-        min_sqnr="none", min_agreement="auto",  # type: ignore[arg-type]
+        min_sqnr="none", min_agreement="auto",
         time_budget="90s", threads="1,4", workloads=["a.npz:2"],
     )  # fmt: skip
     held = TuneOptions(

@@ -98,7 +98,7 @@ def test_workloads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (CALLS["decode"] | {"past": normal(1, 3, 15, 32)}, "'past' has shape (1, 3, 15, 32), the model wants past"),
         (CALLS["decode"] | {"ids": np.zeros((1, 1), np.int32)}, "is int32, the model wants int64"),
     ):
-        np.savez(model.with_name("decode.npz"), **arrays)  # type: ignore[arg-type]
+        np.savez(model.with_name("decode.npz"), **arrays)
         assert told in refusal(model)
     model.with_name("decode.npz").unlink()
     assert "decode.npz" in refusal(model)

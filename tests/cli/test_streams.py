@@ -98,7 +98,6 @@ def interrupted(code: str, *signals: float) -> tuple[int, str]:
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     for number, seconds in enumerate(signals, 1):
         time.sleep(seconds)
@@ -203,9 +202,7 @@ FASTER, BEST = Ratio(0.5, 0.4, 0.625), Ratio(0.8, 0.8, 0.8)
 @pytest.mark.parametrize(
     ("term", "verbose", "moves"), [("xterm", False, True), ("xterm", True, False), ("dumb", False, False)]
 )
-def test_a_picture_follows_on_terminals_that_can_show_one(
-    term: str, verbose: bool, moves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_follows_on_terminals_that_can_show_one(term, verbose, moves, monkeypatch):
     screen = StringIO()
     monkeypatch.setattr(
         progress, "console", lambda **_: Console(file=screen, force_terminal=True, _environ={"TERM": term})
@@ -235,9 +232,7 @@ def test_a_note_above_the_picture_breaks_between_words() -> None:
         ("failed", None, Placement(), 1.0, 1.0, "failed: no kernel"),
     ],
 )
-def test_a_line_says_how_fast_and_why_not(
-    outcome: str, ratio: Ratio | None, best: Placement, best_ratio: float, against: float, words: str
-) -> None:
+def test_a_line_says_how_fast_and_why_not(outcome, ratio, best, best_ratio, against, words):
     result = Failure("build", "no kernel") if ratio is None else TIMED
     opponent = Placement() if against == 1.0 else OTHER
     trial = Trial(3, Proposal("static", PAIR), opponent, result, accuracy=Accuracy(15.14))

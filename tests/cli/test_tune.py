@@ -169,7 +169,6 @@ def test_when_every_candidate_fails_one_note_says_why(call, model, tmp_path):
     assert code == 3
     (note,) = noted(err)
     told = re.fullmatch(r"every candidate failed; the first: (.*) \(see (.*)\)", note)
-    assert told is not None
     first, *others = re.findall(r": failed: (.*)", err)
     assert told[1] == first
     assert Path(told[2]).is_file()

@@ -76,7 +76,6 @@ def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoil
     assert "3 findings, 0." in last
     assert " ms, 0 notes" in last
     accepted = re.match(r"what is meant to be so is accepted with --allow-boundary (\S+), all of it with", advice)
-    assert accepted is not None
     assert call("check", spoiled, "--engine", "fake", "--allow-boundary", accepted[1])[0] == 0
     found: dict[str, Any] = json.loads(call("check", spoiled, "--engine", "fake", "--json", "--runs", 1)[1])
     assert (found["pairs"], found["layers"], found["layers_in_8_bits"], found["failing"]) == (2, 3, 0, 3)
@@ -237,9 +236,7 @@ def test_files_of_an_export(call: Call, exports: list[str | Path]) -> None:
                                   "time_ms": 0.06144, "kind": "quantize", "elsewhere": ""}  # fmt: skip
 
 
-def test_an_engine_runs_the_model_and_has_no_times_where_these_mean_nothing(
-    call: Call, float_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_runs_the_model_and_has_no_times_where_these_mean_nothing(call, float_file, monkeypatch):
     monkeypatch.setattr("qdqtune.commands.check.simulated", lambda name, _: "a simulator")
     code, out, _ = call("check", "--layers", float_file, "--engine", "fake", "--json")
     found = json.loads(out)

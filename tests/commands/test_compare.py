@@ -218,7 +218,6 @@ OUTCOMES = [
 
 def test_junit_has_a_case_for_each_limit():
     suite = ElementTree.fromstring(junit(OUTCOMES)).find("testsuite")
-    assert suite is not None
     assert [suite.get(n) for n in ("tests", "failures", "errors", "skipped")] == ["4", "1", "1", "1"]
     assert [case[0].tag for case in suite] == ["failure", "skipped", "error", "system-out"]
     assert suite[0].get("classname") == OUTCOMES[0].file
@@ -238,11 +237,11 @@ def test_compare_ends_with_4_where_a_limit_is_missed_and_writes_its_files(call: 
     code, out, _ = call(*base, "--fail-below", 1.01, "--min-sqnr", 10, *written)
     assert code == 0
     assert re.search(rf"^holds: {final}, at least 1.01x as fast: ", out, re.MULTILINE)
-    assert ElementTree.parse(files[0]).find("testsuite").get("failures") == "0"  # type: ignore[union-attr]
+    assert ElementTree.parse(files[0]).find("testsuite").get("failures") == "0"
     code, out, _ = call(*base, "--fail-below", 50, "--min-sqnr", 200, *written)
     assert code == 4
     assert out.count("missed: ") == 2
-    assert ElementTree.parse(files[0]).find("testsuite").get("failures") == "2"  # type: ignore[union-attr]
+    assert ElementTree.parse(files[0]).find("testsuite").get("failures") == "2"
     assert "- missed: " in files[1].read_text()
     assert "| speedup \\[interval\\] |" in files[1].read_text()
     code, out, _ = call(*base, "--fail-below", 50, "--json")
@@ -286,9 +285,7 @@ def test_limits_that_cannot_be_judged_are_refused(call: Call, model: Path, tmp_p
         ),
     ],
 )  # fmt: skip
-def test_a_limit_about_outputs_that_are_not_there_is_refused_and_an_error_in_junit(
-    body: str, limit: str, told: str, call: Call, tmp_path: Path
-) -> None:
+def test_a_limit_about_outputs_that_are_not_there_is_refused_and_an_error_in_junit(body, limit, told, call, tmp_path):
     model, xml = write(build(f"net (float[1,4] x) => ({body}", {}), tmp_path), tmp_path / "gate.xml"
     data = ("--engine", "fake", "--calibration-data", model.with_suffix(".npz"), f"--min-{limit}", 0.9)
     code, out, err = call("compare", model, model, *data, "--junit", xml)

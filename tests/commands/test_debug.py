@@ -108,12 +108,10 @@ def test_a_fault_is_named(conv: Files, fault: str) -> None:
     done = debug(conv.options())
     assert [s.tensor for s in done.guilty] == [tensor]
     assert done.noise > done.limit == pytest.approx(HEALTHY)
-    assert done.rest is not None
     assert done.rest <= HEALTHY
     assert not done.is_healthy
     (suspect,) = done.guilty
     assert suspect.noise > HEALTHY
-    assert suspect.without is not None
     assert suspect.without <= 0.5 * suspect.noise
 
 
@@ -136,7 +134,6 @@ def test_a_concat_with_one_scale_for_parts_of_unlike_size_is_named(tmp_path: Pat
     assert [suspect.tensor for suspect in done.guilty] == ["y"]
     assert "a Concat gives one scale to parts of unlike size: p up to " in done.guilty[0].reason
     assert done.guilty[0].joined["s"][1] < 0.1
-    assert done.rest is not None
     assert done.rest <= done.limit
 
 
@@ -146,7 +143,6 @@ def test_two_faults_are_named_both(conv: Files, how: Callable[[Any], Any]) -> No
         change(conv.quantized, f"{tensor}_scale", how)
     done = debug(conv.options())
     assert {s.tensor for s in done.guilty} == {"r0", "w4"}
-    assert done.rest is not None
     assert done.rest <= HEALTHY
 
 
@@ -195,7 +191,6 @@ def test_an_engine_that_computes_other_values_than_the_pairs_define(conv: Files,
     done = debug(conv.options(engine=EngineSpec("fake", {"faults": {"nan": "side"}})))
     assert [s.tensor for s in done.guilty] == ["image"] * is_faulty
     assert "fake computes other values than the pairs define: " in done.notes[-1]
-    assert done.rest is not None
     assert done.rest > HEALTHY
 
 
@@ -304,9 +299,7 @@ def test_a_pair_at_an_output_is_named(tmp_path: Path, workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("weights", ["", "w8"])
-def test_quantize_and_debug_tell_one_sqnr_and_one_count_of_a_file(
-    weights: str, call: Call, workers: Workers, tmp_path: Path
-) -> None:
+def test_quantize_and_debug_tell_one_sqnr_and_one_count_of_a_file(weights, call, workers, tmp_path):
     model = attention() if weights else conv_net()
     conv = write(model, tmp_path)
     np.savez(conv.data, **{name: np.stack([s[name] for s in feeds(model, 40)]) for name in model.inputs})
@@ -459,4 +452,4 @@ def test_only_what_makes_a_tenth_of_the_error_is_to_be_excluded() -> None:
         (None, 4, ("n1", "n2", "n3")),
     ):
         report = Damages(tuple(found), 0.0 if sqnr_db is None else noise_of(sqnr_db), 3)
-        assert to_exclude(report, lambda nodes, most=most: len(nodes) <= most) == expected  # type: ignore[misc]
+        assert to_exclude(report, lambda nodes, most=most: len(nodes) <= most) == expected

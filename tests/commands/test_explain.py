@@ -26,9 +26,7 @@ def test_what_is_no_finished_run_is_refused(tuned: Path, tmp_path: Path) -> None
         explain_run(tmp_path / "out")
 
 
-def test_what_a_provider_leaves_is_told_by_tune_explain_and_the_report(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_provider_leaves_is_told_by_tune_explain_and_the_report(call, tmp_path, monkeypatch):
     """A table is put over the fake engine, and its report says of two layers that they run elsewhere."""
     monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], source="https://"))
     usual, where = Bench.layers, "on the CPU: no kernel"

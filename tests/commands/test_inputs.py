@@ -58,7 +58,7 @@ def test_a_model_in_memory_stays_as_it_is(model: Path, tmp_path: Path) -> None:
     assert onnx.load(model_file(proto, tmp_path, "copy")) == proto
     assert proto.SerializeToString() == before
     with pytest.raises(BadModel, match="not int"):
-        model_file(3, tmp_path)  # type: ignore[arg-type]
+        model_file(3, tmp_path)
 
 
 def test_a_metric_is_a_function_known_by_its_code() -> None:
@@ -71,12 +71,11 @@ def test_a_metric_is_a_function_known_by_its_code() -> None:
     names = []
     for function in (small, smaller, small):
         with metric_source(function) as source:
-            assert source is not None
             evaluation = load_evaluation(source, EXECUTION)
             assert evaluation.function is function
             names.append(evaluation.digest)
     assert names[0] == names[2] != names[1]
-    with pytest.raises(BadOption, match="not int"), metric_source(3):  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match="not int"), metric_source(3):
         pass
 
 

@@ -49,9 +49,7 @@ BOTH = {"first": {0: BATCH}, "second": {0: BATCH}}
 @pytest.mark.parametrize(
     ("forward", "shapes"), [(several, {"tensors": ({0: BATCH}, {0: BATCH})}), (mixed, BOTH), (named, BOTH)]
 )
-def test_forward_can_take_what_it_is_given(
-    forward: Any, shapes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forward_can_take_what_it_is_given(forward, shapes, tmp_path, monkeypatch):
     calls: list[tuple[int, Any]] = []
     module = Layer()
     module.forward = forward
@@ -60,7 +58,7 @@ def test_forward_can_take_what_it_is_given(
         calls.append((module.forward(*by_position, **kwargs), dynamic_shapes))
 
     torch = ModuleType("torch")
-    torch.onnx = SimpleNamespace(export=exported, OnnxExporterError=ArithmeticError)  # type: ignore[attr-defined]
+    torch.onnx = SimpleNamespace(export=exported, OnnxExporterError=ArithmeticError)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "onnxscript", ModuleType("onnxscript"))
     export(module, PAIR, tmp_path / "model.onnx")

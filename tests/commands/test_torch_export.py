@@ -16,7 +16,7 @@ torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed: make
 pytest.importorskip("onnxscript", reason="onnxscript is not installed: make torch")
 
 
-class Classifier(torch.nn.Module):  # type: ignore[misc]
+class Classifier(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -28,7 +28,7 @@ class Classifier(torch.nn.Module):  # type: ignore[misc]
         return self.head(self.dropout(hidden.mean((2, 3))))
 
 
-class Encoder(torch.nn.Module):  # type: ignore[misc]
+class Encoder(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 2)
@@ -38,7 +38,7 @@ class Encoder(torch.nn.Module):  # type: ignore[misc]
         return {"logits": self.head(hidden if attention_mask is None else hidden * attention_mask[..., None]) * scale}
 
 
-class FixedBatch(torch.nn.Module):  # type: ignore[misc]
+class FixedBatch(torch.nn.Module):
     def forward(self, x: Any) -> Any:
         if x.shape[0] != 1:
             raise ValueError("one at a time")

@@ -54,9 +54,7 @@ def test_it_holds_on_the_machine_of_the_run_with_its_samples(call: Call, tuned: 
     assert done.to_dict()["gate"][0]["outcome"] == "holds"
 
 
-def test_samples_that_are_not_those_of_the_run_are_all_taken_by_verify_and_compare(
-    call: Call, target: Path, tuned: Path
-) -> None:
+def test_samples_that_are_not_those_of_the_run_are_all_taken_by_verify_and_compare(call, target, tuned):
     own = np.load(tuned.with_suffix(".npz"))
     fresh = target / "fresh.npz"
     np.savez(fresh, **{name: np.concatenate([(1 - n / 100) * a for n in range(14)]) for name, a in own.items()})
@@ -103,9 +101,7 @@ MANY_THREADS = {"spec": {"name": "onnxruntime", "options": {"threads": 4096}}}
         ({"baseline": "."}, {}, 2, "settings.json is not what a run has written"),
     ],
 )
-def test_what_its_settings_rule_out(
-    settings: dict[str, Any], proven: dict[str, Any], code: int, told: str, call: Call, target: Path
-) -> None:
+def test_what_its_settings_rule_out(settings, proven, code, told, call, target):
     changed(target, lambda content: content.update(settings))
     changed(target, lambda content: content["proven"].update(proven))
     found, out, err = call("verify", target)
@@ -182,9 +178,7 @@ def test_float_that_ships_holds_without_a_measurement(call: Call, tmp_path: Path
 
 
 @pytest.mark.parametrize("place", ["/nowhere/weights.bin", "a pipe"])
-def test_external_data_outside_of_the_folder_are_not_read(
-    call: Call, target: Path, workers: Workers, place: str
-) -> None:
+def test_external_data_outside_of_the_folder_are_not_read(call, target, workers, place):
     os.mkfifo(target / "a pipe")  # to read it would wait for ever
     final = target / "optimized_final.onnx"
     proto = onnx.load(final)

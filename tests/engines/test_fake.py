@@ -2,11 +2,9 @@ import math
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import helper
 
-from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantized_conv_model
+from engine_contract import IMAGE, EngineContract, built_by, conv_model, model_of, quantized_conv_model
 from models import build, run
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.fake import latency
@@ -30,8 +28,7 @@ def test_pairs_on_constants_are_folded() -> None:
 
 
 def _samples(tmp_path: Path, count: int, **options: object) -> np.ndarray:
-    onnx.save(conv_model(), tmp_path / "m.onnx")
-    built = open_engine(EngineSpec("fake", options)).build(tmp_path / "m.onnx", tmp_path / "log")
+    built = built_by(open_engine(EngineSpec("fake", options)), conv_model(), tmp_path)
     return np.array([built.time(IMAGE, 1) for _ in range(count)]) / latency(conv_model())
 
 
@@ -47,25 +44,20 @@ def test_noise_follows_the_seed_and_the_call(tmp_path: Path) -> None:
 
 def test_fake_runs_fp8(tmp_path: Path) -> None:
     engine = open_engine(EngineSpec("fake"))
-    onnx.save(quantized_conv_model(engine.numeric_format("fp8")), tmp_path / "q.onnx")
-    quantized = engine.build(tmp_path / "q.onnx", tmp_path / "log").run(IMAGE)["y"]
-    onnx.save(conv_model(), tmp_path / "f.onnx")
-    exact = engine.build(tmp_path / "f.onnx", tmp_path / "log").run(IMAGE)["y"]
+    quantized = built_by(engine, quantized_conv_model(engine.numeric_format("fp8")), tmp_path).run(IMAGE)["y"]
+    exact = built_by(engine, conv_model(), tmp_path).run(IMAGE)["y"]
     assert 0 < np.abs(quantized - np.clip(exact, 0, 4)).max() < 0.5
 
 
 @pytest.mark.parametrize("opset", [10, 13, 19])
 def test_fake_dequantizes_as_onnxruntime_does(opset: int, tmp_path: Path) -> None:
     """With and without zero point, and the scales of channels along any axis, in all opsets."""
-    axis = {} if opset < 13 else {"axis": -1}
+    axis = "" if opset < 13 else "<axis=-1>"
     scale = np.float32(0.5) if opset < 13 else np.array([0.5, 2, 3, 0.1], np.float32)
     constants = {"q": np.arange(24, dtype=np.uint8).reshape(2, 3, 4), "s": np.asarray(scale),
                  "z": np.full(scale.shape, 9, np.uint8)}  # fmt: skip
-    nodes = [helper.make_node("DequantizeLinear", ["q", "s", "z"], ["a"], **axis),
-             helper.make_node("DequantizeLinear", ["q", "s"], ["b"], **axis),
-             helper.make_node("Add", ["a", "b"], ["c"]), helper.make_node("Add", ["c", "x"], ["y"])]  # fmt: skip
-    onnx.save(model_of(nodes, [2, 3, 4], constants, opset), tmp_path / "m.onnx")
-    feed = {"x": np.ones((2, 3, 4), np.float32)}
-    outputs = open_engine(EngineSpec("fake")).build(tmp_path / "m.onnx", tmp_path / "log").run(feed)
-    (expected,) = run(onnx.load(tmp_path / "m.onnx"), [feed])
+    body = f"a = DequantizeLinear{axis}(q, s, z) b = DequantizeLinear{axis}(q, s) c = Add(a, b) y = Add(c, x)"
+    model, feed = model_of(body, "2,3,4", constants, opset), {"x": np.ones((2, 3, 4), np.float32)}
+    outputs = built_by(open_engine(EngineSpec("fake")), model, tmp_path).run(feed)
+    (expected,) = run(model, [feed])
     np.testing.assert_array_equal(outputs["y"], expected["y"], strict=True)

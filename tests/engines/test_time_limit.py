@@ -49,7 +49,7 @@ def test_every_runner_of_a_command_has_the_limit(call, tmp_path, command, monkey
     made = Runner.__init__
 
     def watched(runner: Runner, *arguments: object, **more: object) -> None:
-        made(runner, *arguments, **more)  # type: ignore[arg-type]
+        made(runner, *arguments, **more)
         limits.append(runner._execution.seconds)
 
     monkeypatch.setattr(Runner, "__init__", watched)

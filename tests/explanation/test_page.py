@@ -47,7 +47,7 @@ class Watched:
 @contextmanager
 def opened(browser: Browser, file: Path, *, width: int = 1200, scheme: str = "light") -> Iterator[Watched]:
     """A file in a window of its own, when it has loaded."""
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     watched = Watched(context.new_page())
     watched.page.on("console", lambda message: watched.said.append(message.text))
     watched.page.on("pageerror", lambda error: watched.said.append(str(error)))
@@ -78,9 +78,7 @@ def written(report: Report, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (360, "dark")])
-def test_it_is_quiet_fits_the_window_and_keeps_nobody_out(
-    browser: Browser, page_file: Path, width: int, scheme: str
-) -> None:
+def test_it_is_quiet_fits_the_window_and_keeps_nobody_out(browser, page_file, width, scheme):
     with opened(browser, page_file, width=width, scheme=scheme) as seen:
         expect(seen.page.get_by_role("heading", level=1)).to_contain_text("times as fast")
         found = Axe().run(seen.page)
@@ -110,7 +108,6 @@ def test_a_row_opens_its_nodes_and_why_by_mouse_and_by_keys(browser: Browser, pa
 
 
 def test_names_cannot_command_the_page(browser: Browser, report: Report, tmp_path: Path) -> None:
-    assert report.map is not None
     (first, *rows), hostile = report.map.rows, MapNode(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
     group = replace(first.groups[0], nodes=(hostile,), label=HOSTILE, state=HOSTILE)
     drawn = replace(report.map, rows=(replace(first, name=HOSTILE, groups=(group,)), *rows))

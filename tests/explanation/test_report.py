@@ -79,10 +79,8 @@ def test_the_verdict_is_that_of_the_summary_and_candidates_are_told_in_order(fin
     report = report_of_run(finished)
     summary = json.loads((finished / "summary.json").read_text())
     assert report.title.endswith("/model.onnx")
-    assert report.verdict.speed is not None
     assert report.verdict.speed.median == pytest.approx(1 / summary["ratio"])
     assert f"{1 / summary['ratio']:.2f} times as fast" in report.verdict.headline
-    assert report.map is not None
     nodes = [node for group in report.map.groups for node in group.nodes]
     assert sorted(node.name for node in nodes) == sorted(node.name for node in mixed().nodes)
     assert next(node.name for node in nodes if node.state == "8 bits") == "first"
@@ -201,7 +199,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_what_explain_and_the_page_tell_adds_up_to_what_was_measured(folder: Path) -> None:
     explained, report, run = explain_run(folder), report_of_run(folder), read_run(folder)
     rows, drawn = explained.rows, report.map
-    assert drawn is not None
     whys = {node.name: node.why for group in drawn.groups for node in group.nodes}
     assert whys == {name: row.why for row in rows for name in row.nodes}
     assert all(row.why for row in rows)
@@ -215,7 +212,6 @@ def test_what_explain_and_the_page_tell_adds_up_to_what_was_measured(folder: Pat
         assert not drawn.bars
         return
     floats, ships = pytest.approx(run.float_ms), pytest.approx(run.here["final_ms"])
-    assert run.here["final_ms"] is not None
     assert sum(row.float_ms or 0.0 for row in rows) == floats
     assert sum(tally.float_ms or 0.0 for tally in tally(explained.rows)) == floats
     assert sum(group.float_ms or 0.0 for group in drawn.groups) == floats
@@ -242,15 +238,12 @@ def test_points_of_a_front_have_intervals(folder: Path, call: Call) -> None:
     assert [point.shipped for point in proven].count(True) == 1
 
 
-def test_a_run_says_what_became_of_it_and_why_a_node_runs_as_it_does(
-    folder: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_run_says_what_became_of_it_and_why_a_node_runs_as_it_does(folder, request):
     name, report, explained = request.node.callspec.params["folder"], report_of_run(folder), explain_run(folder)
     if name in VERDICTS:
         assert report.verdict.headline == VERDICTS[name].format(f"{folder.parent.name}/model.onnx")
         assert explained.headline == report.verdict.headline
         assert not report.verdict.good
-        assert report.map is not None
         assert {group.tuned_ms for group in report.map.groups} == {None}
         assert {group.state for group in report.map.groups} <= {"float", "computing shapes", "computed in advance"}
         assert report.verdict.headline in render(report, {})
@@ -272,7 +265,6 @@ def test_the_summary_is_about_the_file_that_ships_and_a_row_says_which_candidate
     placement = placement_in(load(folder / "baseline.onnx"), final)
     summary, told = run.summary, {fact.name: fact.value for fact in report.facts}
     assert (summary["pairs"], summary["edges"]) == (count_pairs(placement), len(placement))
-    assert summary["final_ms"] is not None
     assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(summary["ratio"])
     assert told["tensors with a Q/DQ pair"] == str(summary["pairs"])
     if run.keeps_own_pairs:

@@ -227,9 +227,7 @@ CASES: tuple[tuple[tuple[str, ...], tuple[str, ...], dict[str, str], dict[str, A
 
 
 @pytest.mark.parametrize(("parts", "given", "reasons", "more"), CASES)
-def test_what_fails_has_its_reason(
-    parts: tuple[str, ...], given: tuple[str, ...], reasons: dict[str, str], more: dict[str, Any]
-) -> None:
+def test_what_fails_has_its_reason(parts, given, reasons, more):
     about_net = {name: value for name, value in more.items() if name != "numbers"}
     found = failing(net(*parts, **about_net), *given, numbers=more.get("numbers"))
     assert {f.nodes[0]: f.reason for f in found} == reasons

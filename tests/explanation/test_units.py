@@ -50,7 +50,6 @@ def by_name(rows: Sequence[Explanation]) -> dict[str, Explanation]:
 def test_a_build_takes_what_a_unit_is_estimated_to_take(tuned: tuple[Path, Result], tmp_path: Path) -> None:
     run = read_run(tuned[0])
     table, record = units._Table(run), run.records.get("ranges", RangesRecord)
-    assert record is not None
     numbers, shipped = open_engine(EngineSpec("fake")).numeric_format("int8"), table.parts.decision(run.placement)
 
     def built_ms(decision: Decision) -> float:
@@ -71,7 +70,6 @@ def test_estimates_tell_nothing_that_the_noise_of_the_run_may_have_made(tuned: t
     assert by_name(explanations(run))["third"].reason == "conversions cost more than it saves"
     noisy = []
     for trial in run.history:
-        assert isinstance(trial.result, Measurement)
         rounds = zip(trial.result.b, (0.5, 1.0, 2.0) * len(trial.result.b), strict=False)
         noisy.append(replace(trial, result=Measurement(trial.result.a, tuple(b * factor for b, factor in rounds))))
     vars(run)["history"] = tuple(noisy)
@@ -119,7 +117,7 @@ def test_weights_in_fewer_bits_are_a_state_of_their_own(tmp_path: Path) -> None:
     able = possible_edges(model, ranges(model))
     summary: Any = {"shipped": "tuned", "rewrites": {}, "by_threads": (), "engine": {}, "baseline_ms": 4.0}
     summary |= {"constraint_met": None}
-    run = FinishedRun(tmp_path, summary | {"final_ms": 2.5, "timed": True}, *[None] * 2)  # type: ignore[arg-type]
+    run = FinishedRun(tmp_path, summary | {"final_ms": 2.5, "timed": True}, *[None] * 2)
     vars(run).update(model=model, able=able, possible=able, placement=shipped, float_layers=floats, history=(trial,))
     vars(run).update(log=SimpleNamespace(plan=Plan()), limits=Limits(), noise=None, shipped_layers=layers)
     assert shipped_origin(run) == "weights of products in 4 bits, and no pairs"
@@ -147,7 +145,7 @@ def made_up(folder: Path, *trials: tuple[Placement, Any], model: Model, **facts:
         history.append(Trial(number, Proposal("cut", placement), Placement(), result, Accuracy(30.0), holds=True))
     summary: Any = {"shipped": "baseline", "rewrites": {}, "by_threads": (), "engine": {}, "timed": True, "edges": 0}
     summary |= {"baseline_ms": 4.0, "final_ms": 4.0, "constraint_met": None}
-    run = FinishedRun(folder, summary, *[None] * 2)  # type: ignore[arg-type]
+    run = FinishedRun(folder, summary, *[None] * 2)
     usual = {"possible": able, "placement": Placement(), "float_layers": (), "shipped_layers": (), "noise": None}
     vars(run).update(usual | {"model": model, "able": able, "history": tuple(history), "limits": Limits()} | facts)
     vars(run).setdefault("log", SimpleNamespace(plan=Plan()))
@@ -166,9 +164,7 @@ def placed(model: Model, *names: str) -> Placement:
     return Placement.of(edges | {edge for node in model.nodes for edge in node.into if edge.tensor in written})
 
 
-def test_a_build_that_differs_from_what_ships_in_one_unit_tells_what_that_would_take_in_float(
-    chain: Model, tmp_path: Path
-) -> None:
+def test_a_build_that_differs_from_what_ships_in_one_unit_tells_what_that_would_take_in_float(chain, tmp_path):
     one, both = placed(chain, "b"), placed(chain, "a", "b")
 
     def row(times: tuple[float, ...], *, is_against: bool = False) -> Explanation:
@@ -199,9 +195,7 @@ def test_a_build_that_differs_from_what_ships_in_one_unit_tells_what_that_would_
      ((1.01,) * 24, "no gain beyond noise", None), (SLOWER[:3], "no gain beyond noise", None),
      ((1.5,) * 6, "slower in 8 bits", 2.0)],
 )  # fmt: skip
-def test_the_whole_latency_of_a_build_that_differs_in_one_unit_decides(
-    times: tuple[float, ...], reason: str, more_ms: float | None, chain: Model, tmp_path: Path
-) -> None:
+def test_the_whole_latency_of_a_build_that_differs_in_one_unit_decides(times, reason, more_ms, chain, tmp_path):
     row = by_name(explanations(made_up(tmp_path, (placed(chain, "b"), times), model=chain)))["b"]
     assert (row.reason, row.more_ms) == (reason, None if more_ms is None else pytest.approx(more_ms))
     assert row.source == ("measured" if more_ms else "")
@@ -209,9 +203,7 @@ def test_the_whole_latency_of_a_build_that_differs_in_one_unit_decides(
         assert "1.00x [0.99x, 1.01x] as fast (measured)" in row.why
 
 
-def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_or_it_was_faster(
-    chain: Model, tmp_path: Path
-) -> None:
+def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_or_it_was_faster(chain, tmp_path):
     alone, both = placed(chain, "b"), placed(chain, "a", "b")
 
     def row(*trials: tuple[Placement, Any], **facts: Any) -> Explanation:
@@ -250,15 +242,10 @@ def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_
 
 def ran(*low: str, **times: float) -> tuple[Layer, ...]:
     kinds = {name: "quantize" if name.endswith("Linear") else "compute" for name in times}
-    return tuple(
-        Layer(name, (name,), "INT8" if name in low else "FP32", ms, kinds[name])  # type: ignore[arg-type]
-        for name, ms in times.items()
-    )
+    return tuple(Layer(name, (name,), "INT8" if name in low else "FP32", ms, kinds[name]) for name, ms in times.items())
 
 
-def test_where_no_build_with_a_unit_in_8_bits_was_as_fast_as_float_the_best_of_them_is_told(
-    chain: Model, tmp_path: Path
-) -> None:
+def test_where_no_build_with_a_unit_in_8_bits_was_as_fast_as_float_the_best_of_them_is_told(chain, tmp_path):
     run = made_up(tmp_path, (placed(chain, "a", "b"), SLOWER), model=chain, float_layers=ran(a=1.0, b=1.0, c=1.0))
     vars(run)["history"] = (replace(run.history[0], layers=ran("a", "b", a=1.05, b=1.55, c=1.0)),)
     row, slower = (by_name(explanations(run))[name] for name in ("a", "b"))
@@ -268,9 +255,7 @@ def test_where_no_build_with_a_unit_in_8_bits_was_as_fast_as_float_the_best_of_t
     assert row.detail == "with 1 other node in 8 bits the model was 0.83x as fast as float when tried"
 
 
-def test_a_unit_that_reads_8_bits_and_writes_floats_is_estimated_from_what_it_takes_so(
-    chain: Model, tmp_path: Path
-) -> None:
+def test_a_unit_that_reads_8_bits_and_writes_floats_is_estimated_from_what_it_takes_so(chain, tmp_path):
     """A Sigmoid that the float build fuses, so that it seems to take next to nothing in float."""
     ships, both = placed(chain, "a"), placed(chain, "a", "b")
     run = made_up(tmp_path, (both, (0.805,) * 12), (ships, (0.8,) * 12), model=chain, placement=ships)
@@ -284,9 +269,7 @@ def test_a_unit_that_reads_8_bits_and_writes_floats_is_estimated_from_what_it_ta
     assert (row.state, row.reason, row.more_ms) == ("float", "no gain beyond noise", None)
 
 
-def test_what_got_slower_is_told_why_and_times_that_contradict_each_other_are_told_as_rough(
-    chain: Model, tmp_path: Path
-) -> None:
+def test_what_got_slower_is_told_why_and_times_that_contradict_each_other_are_told_as_rough(chain, tmp_path):
     together = (Layer("a", ("a", "b"), "FP32", 3.4, "compute"), Layer("c", ("c",), "FP32", 0.6, "compute"))
     ships, as_shipped = placed(chain, "a"), ran("a", a=1.5, b=1.2, c=0.5)
     run = made_up(tmp_path, (ships, (0.8,) * 12), model=chain, placement=ships, shipped_layers=as_shipped)
@@ -334,9 +317,7 @@ def test_what_has_no_kernel_is_not_told_as_left_out_by_the_user(tmp_path: Path) 
     assert rows["relu"].reason == "excluded by your options"
 
 
-def test_what_runs_elsewhere_or_in_advance_is_a_state_and_untimed_runs_know_accuracy_alone(
-    chain: Model, tmp_path: Path
-) -> None:
+def test_what_runs_elsewhere_or_in_advance_is_a_state_and_untimed_runs_know_accuracy_alone(chain, tmp_path):
     elsewhere = Layer("l", ("a",), "FP32", 1.0, "compute", elsewhere="on the CPU: no kernel")
     run = made_up(tmp_path, model=chain, shipped_layers=(elsewhere, Layer("f", ("b",), "", 0.0, "folded")))
     vars(run)["summary"]["timed"] = False
@@ -401,9 +382,7 @@ def test_what_this_engine_always_computes_in_float_has_no_kernel_whatever_candid
     assert (product_row.source, product_row.more_ms) == ("measured", pytest.approx(0.8))
 
 
-def test_a_refused_candidate_of_undecided_speed_is_told_as_inaccurate_and_not_as_slower(
-    chain: Model, tmp_path: Path
-) -> None:
+def test_a_refused_candidate_of_undecided_speed_is_told_as_inaccurate_and_not_as_slower(chain, tmp_path):
     undecided = placed(chain, "a", "b", "c"), (0.5, 1.15, 1.9) * 8
     trials = (placed(chain, "a", "b"), SLOWER), undecided, (placed(chain, "b", "c"), SLOWER)
     run = made_up(tmp_path, *trials, model=chain, float_layers=ran(a=1.0, b=1.0, c=1.0), limits=Limits(min_sqnr=40.0))

@@ -19,7 +19,7 @@ def dtypes(model: Model) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("make", [conv_net, attention])
-def test_values_are_those_of_float32_up_to_rounding(make) -> None:  # type: ignore[no-untyped-def]
+def test_values_are_those_of_float32_up_to_rounding(make) -> None:
     model = make()
     before = model.fingerprint
     half = converted(model, "fp16")

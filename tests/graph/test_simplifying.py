@@ -214,9 +214,7 @@ def test_constants_listed_as_inputs_are_no_inputs(file: Path) -> None:
 
 @pytest.mark.parametrize("opset", [11, 17])
 @pytest.mark.parametrize("is_external", [False, True])
-def test_what_callers_may_override_stays_in_the_interface_and_is_no_constant(
-    file: Path, opset: int, is_external: bool
-) -> None:
+def test_what_callers_may_override_stays_in_the_interface_and_is_no_constant(file, opset, is_external):
     w, v = normal(300), normal(300)
     inputs = "float[300] w, float[300] x, float[300] v, float[300] idle"
     proto = model(

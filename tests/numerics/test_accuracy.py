@@ -232,7 +232,6 @@ def test_axes_of_unlike_or_many_indices_have_no_slices() -> None:
     rng = np.random.default_rng(0)
     samples = [rng.normal(size=(1, length, 2)) for length in (20, 30)]
     found = worst_slice({"y": [(array, array + 0.01) for array in samples]})
-    assert found is not None
     assert found.name in ("y[:, :, 0]", "y[:, :, 1]")
     long = rng.normal(size=(16, MOST_SLICES + 1))
     assert worst_slice({"y": [(long, long + 0.01)]}) is None
@@ -245,7 +244,6 @@ def test_a_lost_part_misses_a_limit_on_the_outputs_and_no_limit_lets_it_pass() -
     actual = in_8_bits(exact)
     found = accuracy(reference, [{"n": np.arange(3), "y": actual[i : i + 1]} for i in range(SAMPLES)])
     told = Limits(min_sqnr=20.0).missed(found)
-    assert told is not None
     assert told.startswith("the output SQNR of all samples is 0.0 dB (y, smaller values, the worst output)")
     assert not Limits(min_sqnr=3.0).is_exact_enough(found)
     assert Limits().is_exact_enough(found)

@@ -22,7 +22,6 @@ from qdqtune.placement import start_placements
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import biased_layers, possible_edges
 from qdqtune.types import Deaf, Edge, NumericFormat, Placement
-from workers import Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -185,9 +184,7 @@ def test_values_in_front_of_squashing_operators_are_compared_too() -> None:
 
 
 @pytest.mark.parametrize("is_transient", [False, True])
-def test_what_does_not_run_keeps_its_biases_but_a_failure_of_the_machine_is_one(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch, is_transient: bool
-) -> None:
+def test_what_does_not_run_keeps_its_biases_but_a_failure_of_the_machine_is_one(workers, monkeypatch, is_transient):
     net, how = two_layers(), Calibration(bias_correction=True)
     data = prepared(net, positive(net))
     monkeypatch.setattr(Prepared, "ranges", lambda *_: ranges(net))

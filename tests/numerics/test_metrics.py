@@ -48,7 +48,6 @@ def scored(metric: Name, outputs: np.ndarray, right: np.ndarray) -> Score:
     for one, label in zip(outputs, right, strict=True):
         wanted = label[None] if isinstance(label, np.ndarray) else np.array([label])
         rows = row_scores(metric, answer(metric, one[None]), wanted)
-        assert rows is not None
         by_row += rows
     return Score.of_rows(metric, by_row)
 
@@ -119,7 +118,7 @@ def hits(*, lost: int, won: int, count: int, name: str = "top1") -> tuple[Score,
     """Float and quantized model with so many answers that only one of them has right; both are right elsewhere."""
     before = [1.0] * lost + [0.0] * won + [1.0] * (count - lost - won)
     after = [0.0] * lost + [1.0] * won + [1.0] * (count - lost - won)
-    return tuple(Score(float(np.mean(s)), tuple(s), name) for s in (before, after))  # type: ignore[return-value]
+    return tuple(Score(float(np.mean(s)), tuple(s), name) for s in (before, after))
 
 
 @pytest.mark.parametrize(("lost", "won", "count"), [(3, 1, 50), (9, 2, 50), (1, 0, 30), (0, 2, 40), (12, 12, 400)])
@@ -128,7 +127,6 @@ def test_the_score_interval_ends_where_the_score_is_z(lost: int, won: int, count
     from scipy.optimize import minimize_scalar  # slow to import
 
     high = loss_high(*hits(lost=lost, won=won, count=count))
-    assert high is not None
 
     def unlikely(share_won: float) -> float:
         cells = (lost, share_won + high), (won, share_won), (count - lost - won, 1 - 2 * share_won - high)
@@ -264,7 +262,6 @@ def loaded(tmp_path: Path, workers: Workers) -> tuple[Runner, Handle]:
     save(NET, tmp_path / "net.onnx")
     runner = Runner(EngineSpec("fake"), execution=Execution(60), log_dir=tmp_path)
     handle = runner.load(tmp_path / "net.onnx")
-    assert isinstance(handle, Handle)
     return runner, handle
 
 

@@ -81,7 +81,6 @@ def test_compare_fails_by_its_limits_and_leaves_its_files(folder: Path, tuned: P
     assert done.returncode == 0, done.stderr
     assert runner.outputs["code"] == "4"
     suite = ElementTree.parse(folder / runner.outputs["junit"]).find("testsuite")
-    assert suite is not None
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
     assert (folder / "summary").read_text() == (folder / runner.outputs["markdown"]).read_text()
     assert runner.step("Result").returncode == 4

@@ -95,9 +95,7 @@ def run(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_everything_runs_in_the_order_of_the_text(
-    document: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_everything_runs_in_the_order_of_the_text(document, prepared, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "here"
     shutil.copytree(prepared, folder)
     quickly(monkeypatch)
@@ -185,7 +183,7 @@ def test_the_notebook_runs_and_shows_what_it_gives(tmp_path: Path, monkeypatch: 
     given = run_notebook(notebook)
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     stored = ["".join(output["data"]["text/markdown"]) for cell in cells for output in cell["outputs"]]
-    shown: list[str] = [value._repr_markdown_() for value in given]  # type: ignore[attr-defined]
+    shown: list[str] = [value._repr_markdown_() for value in given]
     assert len(shown) == len(stored) == 5
     for text, before in zip(shown, stored, strict=True):
         assert text.splitlines()[2] == before.splitlines()[2]  # the titles of columns
@@ -307,7 +305,6 @@ def told(program: str) -> list[list[str]]:
 def test_commands_of_ours_take_what_they_are_given(words: list[str]) -> None:
     with app.make_context("qdqtune", list(words)) as group:
         name, command, rest = app.resolve_command(group, words)
-        assert command is not None
         assert name in {"tune", "run", "doctor"}
         with command.make_context(name, list(rest), parent=group) as context:
             assert context.params

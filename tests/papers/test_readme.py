@@ -42,8 +42,6 @@ def test_every_command_runs_in_the_order_of_the_text(folder: Path, monkeypatch: 
 def test_it_is_short_and_its_picture_is_that_of_the_figures() -> None:
     assert len(README.split()) <= 620
     spec = importlib.util.spec_from_file_location("speedups", ROOT / "benchmarks" / "speedups.py")
-    assert spec is not None
-    assert spec.loader is not None
     speedups = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(speedups)
     drawn = speedups.picture(speedups.TABLE.read_text())

@@ -7,9 +7,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import helper
 
-from engine_contract import IMAGE, EngineContract, conv_model, model_of, named, quantized_conv_model
+from engine_contract import IMAGE, EngineContract, built_by, conv_model, model_of, named, quantized_conv_model
 from layer_reports import (
     CHAIN,
     RESIDUAL,
@@ -77,34 +76,30 @@ def test_onnxruntime_runs_shared_scale_operators_on_integers(tmp_path: Path, op:
     ],
 )
 def test_a_later_onnx_is_refused_without_source_places(tmp_path: Path, ir_version: int, opset: int, words: str) -> None:
-    model = model_of([helper.make_node("Relu", ["x"], ["y"])], [2], {}, opset=opset)
+    model = model_of("y = Relu(x)", "2", opset=opset)
     model.ir_version = ir_version
-    (tmp_path / "new.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(EngineFailure, match=f"^ONNX Runtime: {words}"):
-        open_engine(EngineSpec("onnxruntime")).build(tmp_path / "new.onnx", tmp_path / "log")
+        built_by(open_engine(EngineSpec("onnxruntime")), model, tmp_path)
 
 
 def test_an_operator_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    model = model_of([helper.make_node("Relu", ["x"], ["y"])], [2], {}, opset=17)
+    model = model_of("y = Relu(x)", "2", opset=17)
     model.graph.node[0].domain = "my.ops"
     model.opset_import.add(domain="my.ops", version=1)
-    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(EngineFailure, match=r"^ONNX Runtime: it has no my\.ops:Relu: export without it$"):
-        open_engine(EngineSpec("onnxruntime")).build(tmp_path / "m.onnx", tmp_path / "log")
+        built_by(open_engine(EngineSpec("onnxruntime")), model, tmp_path)
 
 
 def test_what_fails_while_it_runs_begins_with_the_node(tmp_path: Path) -> None:
     model = build("n (int64[1] x) => (float[1,4] y) { [look] y = Gather(w, x) }", {"w": normal(8, 4)})
-    save(model, tmp_path / "m.onnx")
-    built = open_engine(EngineSpec("onnxruntime")).build(tmp_path / "m.onnx", tmp_path / "log")
+    built = built_by(open_engine(EngineSpec("onnxruntime")), model.to_proto(), tmp_path)
     with pytest.raises(EngineFailure, match=r"^ONNX Runtime: Gather node\. Name:'look' .*range \[-8,7\]"):
         built.run({"x": np.array([9])})
 
 
 def test_onnxruntime_saves_a_model_that_computes_the_same(tmp_path: Path) -> None:
-    onnx.save(text_model(RESIDUAL, RESIDUAL_WEIGHTS), tmp_path / "m.onnx")
     engine = open_engine(EngineSpec("onnxruntime"))
-    built = engine.build(tmp_path / "m.onnx", tmp_path / "log")
+    built = built_by(engine, text_model(RESIDUAL, RESIDUAL_WEIGHTS), tmp_path)
     built.save(tmp_path / "s.onnx")
     saved = onnx.load(tmp_path / "s.onnx")
     assert "FusedConv" in {node.op_type for node in saved.graph.node}
@@ -121,8 +116,7 @@ def test_graphs_of_cuda_are_refused() -> None:
 # Layers that ONNX Runtime ran, and the nodes that a provider leaves to it, with the reason
 def test_a_large_model_is_profiled_in_its_only_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = quantized_mlp()
-    onnx.save(model, tmp_path / "model.onnx")
-    built = open_engine(EngineSpec("onnxruntime")).build(tmp_path / "model.onnx", tmp_path / "log")
+    built = built_by(open_engine(EngineSpec("onnxruntime")), model, tmp_path)
     before, small = built.run(inputs), built.layers(inputs, 3)
     monkeypatch.setattr("qdqtune.engines.onnxruntime.LOADED_ONCE", 0)
     large = built.layers(inputs, 3)
@@ -298,10 +292,9 @@ def test_parts_are_layers_and_nodes_elsewhere_as_well() -> None:
 def test_where_nodes_run_is_read_back_from_a_session(ep, table, tmp_path) -> None:
     """A table is put over the CPU's provider: all nodes run on it; or, if it has another name, elsewhere. There are
     times where nothing is compiled."""
-    onnx.save(conv_model(), tmp_path / "m.onnx")
     engine = OnnxRuntime(OnnxRuntimeOptions())
     engine.table = replace(table, ep=ep)
-    found = engine.build(tmp_path / "m.onnx", tmp_path / "log").layers(IMAGE, 4)
+    found = built_by(engine, conv_model(), tmp_path).layers(IMAGE, 4)
     ran = fallback(load(tmp_path / "m.onnx"), found)
     assert (len(ran.left), ran.borders) == (0 if ep == CPU_PROVIDER else 2, ())
     assert all(left.reason.startswith("on the CPU: ") for left in ran.left)
@@ -317,8 +310,7 @@ def test_a_provider_that_is_here_runs_and_tells_where(name, tmp_path) -> None:
     sample = {"x": IMAGE["x"][:1]}
     model = quantized_conv_model(engine.numeric_format("int8"), relu=False)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
-    onnx.save(model, tmp_path / "m.onnx")
-    built = engine.build(tmp_path / "m.onnx", tmp_path / "log")
+    built = built_by(engine, model, tmp_path)
     exact = open_engine(EngineSpec("onnxruntime", {"fuse": False})).build(tmp_path / "m.onnx", tmp_path / "cpu.log")
     np.testing.assert_allclose(built.run(sample)["y"], exact.run(sample)["y"], atol=0.1)
     ran = fallback(load(tmp_path / "m.onnx"), built.layers(sample, 4))

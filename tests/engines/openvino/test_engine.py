@@ -1,18 +1,15 @@
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import helper
 
-from engine_contract import EngineContract, model_of
+from engine_contract import EngineContract, built_by, model_of
 from layer_reports import RESIDUAL, RESIDUAL_WEIGHTS, text_model
 from models import build, feeds, normal, ranges, run, sqnr
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.facts import MOVED_ACROSS
 from qdqtune.engines.machine import products_saturate
 from qdqtune.errors import BadOption, EngineFailure
-from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Placement, QType
@@ -52,11 +49,10 @@ def test_openvino_says_its_precision_and_wants_symmetric_numbers() -> None:
 
 
 def test_openvino_refuses_in_its_own_words_without_its_source_places(tmp_path: Path) -> None:
-    onnx.save(model_of([helper.make_node("NoSuchOp", ["x"], ["y"])], [1], {}), tmp_path / "m.onnx")
     with pytest.raises(EngineFailure, match=r"^OpenVINO: Model wasn't fully converted.*NoSuchOp") as refusal:
-        open_engine(SPEC).build(tmp_path / "m.onnx", tmp_path / "log")
+        built_by(open_engine(SPEC), model_of("y = NoSuchOp(x)", "1"), tmp_path)
     assert ".cpp" not in str(refusal.value)
-    assert ".cpp" in (tmp_path / "log").read_text()
+    assert ".cpp" in (tmp_path / "build.log").read_text()
 
 
 def test_openvino_computes_what_pairs_between_a_concat_and_a_convolution_say(tmp_path: Path) -> None:
@@ -70,14 +66,12 @@ def test_openvino_computes_what_pairs_between_a_concat_and_a_convolution_say(tmp
     found = ranges(model, samples)
     placement = Placement(frozenset(e for e in possible_edges(model, found) if e.tensor in "cw"))
     quantized = insert(model, placement, found, engine.numeric_format("int8"))
-    save(quantized, tmp_path / "m.onnx")
-    built = engine.build(tmp_path / "m.onnx", tmp_path / "log")
+    built = built_by(engine, quantized.to_proto(), tmp_path)
     assert sqnr(run(quantized, samples), [built.run(sample) for sample in samples]) > 60
 
 
 def test_openvino_saves_an_ir_with_float32_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    onnx.save(text_model(RESIDUAL, RESIDUAL_WEIGHTS), tmp_path / "m.onnx")
-    built = open_engine(SPEC).build(tmp_path / "m.onnx", tmp_path / "log")
+    built = built_by(open_engine(SPEC), text_model(RESIDUAL, RESIDUAL_WEIGHTS), tmp_path)
     built.save(tmp_path / "s.xml")
     weights = sum(np.asarray(v).nbytes for v in RESIDUAL_WEIGHTS.values())
     assert (tmp_path / "s.bin").stat().st_size >= weights

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, parser
+from onnx import TensorProto, parser
 from onnx.reference import ReferenceEvaluator
 
 from engine_contract import IMAGE, conv_model, model_of, quantized_conv_model
@@ -135,7 +135,7 @@ def test_shapes_of_unknown_inputs_are_ignored(rig: Rig) -> None:
     ],
 )
 def test_what_is_refused_is_one_line(operator: str, name: str, words: str, rig: Rig) -> None:
-    model = static(model_of([helper.make_node(operator, ["x"], ["y"], name="strange")], [1], {}))
+    model = static(model_of(f"[strange] y = {operator}(x)", "1"))
     model.graph.name = name
     with pytest.raises(EngineFailure, match=words) as refusal:
         rig.build(model)
@@ -216,8 +216,7 @@ def test_too_little_memory_is_a_failure_of_the_model(rig: Rig) -> None:
 
 
 def test_outputs_whose_size_depends_on_values(rig: Rig) -> None:
-    nodes = [helper.make_node("NonZero", ["x"], ["y"], name="nonzero")]
-    model = static(model_of(nodes, [7], {}), 7)
+    model = model_of("[nonzero] y = NonZero(x)", "7")
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT64
     if rig.version == "8.6.1":  # there such outputs are int32, and the stand-in has but the model's type
         return

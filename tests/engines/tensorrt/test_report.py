@@ -47,7 +47,9 @@ def detailed(*layers: dict[str, Any]) -> str:
 
 
 def chain(*nodes: onnx.NodeProto, constants: dict[str, Any] | None = None) -> onnx.ModelProto:
-    return model_of(list(nodes), [1, 4, 8, 8], constants or {})
+    model = model_of("", "1,4,8,8", constants)
+    model.graph.node.extend(nodes)
+    return model
 
 
 def node(op: str, name: str, *inputs: str, **attributes: Any) -> onnx.NodeProto:
@@ -295,9 +297,7 @@ def tensor(name: str, datatype: str) -> dict[str, str]:
         ("gemm", "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize32x32x64", [tensor("a", "Float")], "Int8", "FP32"),
     ],
 )  # fmt: skip
-def test_a_kernel_is_named_by_what_it_multiplies(
-    layer_type: str, tactic: str, inputs: list[dict[str, str]], output: str, precision: str
-) -> None:
+def test_a_kernel_is_named_by_what_it_multiplies(layer_type, tactic, inputs, output, precision):
     outputs = [tensor("is_set", "Bool"), tensor("y", output)]
     layer = {"Name": "mm", "LayerType": layer_type, "TacticName": tactic, "Inputs": inputs, "Outputs": outputs}
     (read,) = read_report(detailed(layer))

@@ -9,9 +9,8 @@ from typing import Any
 
 import onnx
 import pytest
-from onnx import helper
 
-from engine_contract import IMAGE, conv_model, matmul_model, model_of
+from engine_contract import IMAGE, built_by, conv_model, matmul_model, model_of
 from loaded_modules import CUDA, absent, present
 from models import attention, build, conv_net, feeds, normal, ranges
 from qdqtune.engines import EngineSpec, open_engine
@@ -86,9 +85,7 @@ def precision_of(layers: tuple[Layer, ...]) -> dict[str, str]:
 @pytest.mark.parametrize("quant_type", ["int8", "fp8"])
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_inserted_pairs_build_and_run_in_low_precision(
-    name: str, half: bool, quant_type: QuantType, rule: str, tmp_path: Path
-) -> None:
+def test_inserted_pairs_build_and_run_in_low_precision(name, half, quant_type, rule, tmp_path):
     """TensorRT-RTX 1.7 has low-precision kernels for all of it but ConvTranspose, whatever the axis of its scales."""
     model = NETWORKS[name](half=half)
     inserted, placement = quantized(model, quant_type, rule)
@@ -113,8 +110,7 @@ def test_other_targets(target: str, tmp_path: Path) -> None:
 
 
 def test_running_needs_a_gpu_and_says_so(tmp_path: Path) -> None:
-    onnx.save(conv_model(), tmp_path / "m.onnx")
-    built = engine(opt_shapes={"x": [1, 4, 8, 8]}).build(tmp_path / "m.onnx", tmp_path / "log")
+    built = built_by(engine(opt_shapes={"x": [1, 4, 8, 8]}), conv_model(), tmp_path)
     for call in (lambda: built.run(IMAGE), lambda: built.time(IMAGE, 1)):
         with pytest.raises(EngineUnavailable, match=r"for sm89 can run here: there is no such GPU; building"):
             call()
@@ -143,22 +139,21 @@ def test_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dynamic_sizes_need_shapes(tmp_path: Path) -> None:
-    onnx.save(matmul_model(), tmp_path / "m.onnx")
     with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 16\).*`engine_options` opt_shapes=.*min_shapes="):
-        engine().build(tmp_path / "m.onnx", tmp_path / "log")
+        built_by(engine(), matmul_model(), tmp_path)
     bounds = {"min_shapes": {"x": [1, 16]}, "opt_shapes": {"x": [4, 16]}, "max_shapes": {"x": [8, 16]}}
-    built = engine(**bounds).build(tmp_path / "m.onnx", tmp_path / "log")
+    built = built_by(engine(**bounds), matmul_model(), tmp_path)
     assert set(precision_of(built.layers({}, 1))) == {"matmul"}
     with pytest.raises(BadOption, match=r"'x'|valid optimization profile"):
-        engine(**bounds | {"max_shapes": {"x": [2, 16]}}).build(tmp_path / "m.onnx", tmp_path / "log")
+        built_by(engine(**bounds | {"max_shapes": {"x": [2, 16]}}), matmul_model(), tmp_path)
     with pytest.raises(EngineFailure, match="x has 2 dimensions"):
-        engine(opt_shapes={"x": [4, 16, 1]}).build(tmp_path / "m.onnx", tmp_path / "log")
+        built_by(engine(opt_shapes={"x": [4, 16, 1]}), matmul_model(), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["not onnx", "unknown operator"])
 def test_a_bad_model_is_refused_in_one_line_with_a_log(kind: str, tmp_path: Path) -> None:
     path, log = tmp_path / "bad.onnx", tmp_path / "log"
-    onnx.save(model_of([helper.make_node("NoSuchOp", ["x"], ["y"], name="strange")], [1], {}), path)
+    onnx.save(model_of("[strange] y = NoSuchOp(x)", "1"), path)
     if kind == "not onnx":
         path.write_bytes(b"this is no model")
     with pytest.raises(EngineFailure) as refusal:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from engine_contract import (
     IMAGE,
     ROWS,
     EngineContract,
+    built_by,
     conv_model,
     matmul_model,
     model_of,
@@ -66,19 +67,17 @@ class TestContract(EngineContract):
     def opened(self) -> Engine:
         return create(**self.spec.options)
 
-    def test_close_frees_the_model(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+    def test_close_frees_the_model(self, engine: Engine, tmp_path: Path) -> None:
         """It is never in this process; what stays is a folder."""
-        onnx.save(conv_model(), tmp_path / "m.onnx")
-        built = engine.build(tmp_path / "m.onnx", log)
+        built = built_by(engine, conv_model(), tmp_path)
         assert len(list(tmp_path.glob("trtexec-*/*.plan"))) == 1
         built.close()
         assert not list(tmp_path.glob("trtexec-*"))
 
 
 def test_a_build_holds_no_weights(tmp_path: Path) -> None:
-    onnx.save(model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], [1, 99], {"w": np.ones((99, 99), np.float32)}),
-              tmp_path / "m.onnx")  # fmt: skip
-    built = create(stand_in(tmp_path, "10.16")).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    model = model_of("y = MatMul(x, w)", "1,99", {"w": np.ones((99, 99), np.float32)})
+    built = built_by(create(stand_in(tmp_path, "10.16")), model, tmp_path)
     assert built._graph.proto.ByteSize() < 99 * 99
     assert built.run({"x": np.ones((1, 99), np.float32)})["y"].shape == (1, 99)
 
@@ -133,8 +132,7 @@ def test_flags_are_those_of_the_version(tmp_path: Path, quantized: Path, version
     build, timed, profiled = calls(tmp_path)
     typing = {"8.6": {"fp16", "int8"}, "10.0": {"stronglyTyped"}, "10.16": {"stronglyTyped"}, "11.1": set()}[version]
     assert build.keys() & TYPES == typing
-    onnx.save(static(conv_model()), tmp_path / "m.onnx")
-    engine.build(tmp_path / "m.onnx", tmp_path / "build.log")
+    built_by(engine, static(conv_model()), tmp_path)
     assert calls(tmp_path)[-1].keys() & TYPES == typing - {"int8"}, "for a float model"
     assert {"skipInference", "saveEngine"} <= build.keys()
     assert build["profilingVerbosity"] == "detailed"
@@ -193,9 +191,7 @@ def test_user_arguments_take_precedence_and_are_passed_once(tmp_path: Path, quan
 
 
 @pytest.mark.parametrize("version", ["8.6", "10.16"])
-def test_types_of_single_layers_and_the_former_flag_for_scratch_memory_are_understood(
-    tmp_path: Path, quantized: Path, version: str
-) -> None:
+def test_types_of_single_layers_and_the_former_flag_for_scratch_memory_are_understood(tmp_path, quantized, version):
     arguments = "--precisionConstraints=obey --layerPrecisions=conv:fp32"
     engine = create(stand_in(tmp_path, version), trtexec_args=f"--workspace=4096 {arguments}", workspace_mb=64)
     engine.build(quantized, tmp_path / "build.log")
@@ -237,9 +233,8 @@ def test_plugins_and_timing_cache(tmp_path: Path, quantized: Path) -> None:
 
 
 def test_given_shapes_make_one_plan(tmp_path: Path) -> None:
-    onnx.save(matmul_model(), tmp_path / "m.onnx")
     shapes = {"min_shapes": {"x": [1, 16]}, "opt_shapes": {"x": [4, 16]}, "max_shapes": {"x": [8, 16]}}
-    built = create(stand_in(tmp_path, "10.0"), **shapes).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    built = built_by(create(stand_in(tmp_path, "10.0"), **shapes), matmul_model(), tmp_path)
     assert built.run(ROWS)["y"].shape == (3, 8)
     build, run = calls(tmp_path)
     assert (build["minShapes"], build["optShapes"], build["maxShapes"]) == ("x:1x16", "x:4x16", "x:8x16")
@@ -252,8 +247,7 @@ def test_given_shapes_make_one_plan(tmp_path: Path) -> None:
     "given", [{"trtexec_args": "--stronglyTyped --optShapes=x:3x16"}, {"opt_shapes": {"x": [3, 16]}}]
 )
 def test_usual_sizes_alone_are_enough(tmp_path: Path, given: dict[str, Any]) -> None:
-    onnx.save(matmul_model(), tmp_path / "m.onnx")
-    built = create(stand_in(tmp_path, "10.0"), **given).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    built = built_by(create(stand_in(tmp_path, "10.0"), **given), matmul_model(), tmp_path)
     assert built.run(ROWS)["y"].shape == (3, 8)
     assert built.time(ROWS, 1) > 0
     assert [flags["optShapes"] for flags in calls(tmp_path) if "onnx" in flags] == ["x:3x16"]
@@ -262,8 +256,7 @@ def test_usual_sizes_alone_are_enough(tmp_path: Path, given: dict[str, Any]) -> 
 
 
 def test_without_shapes_each_size_gets_a_plan(tmp_path: Path) -> None:
-    onnx.save(matmul_model(), tmp_path / "m.onnx")
-    built = create(stand_in(tmp_path, "10.0")).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    built = built_by(create(stand_in(tmp_path, "10.0")), matmul_model(), tmp_path)
     built.time(ROWS, 1)
     built.time(ROWS, 1)
     assert [flags.get("optShapes") for flags in calls(tmp_path) if "onnx" in flags] == ["x:1x16", "x:3x16"]
@@ -271,18 +264,16 @@ def test_without_shapes_each_size_gets_a_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["8.6", "10.0"])
 def test_64_bit_integers_are_narrow_before_10(tmp_path: Path, version: str) -> None:
-    gather = model_of([helper.make_node("Gather", ["w", "x"], ["y"])], [2], {"w": np.arange(12, dtype=np.float32)})
+    gather = model_of("y = Gather(w, x)", "2", {"w": np.arange(12, dtype=np.float32)})
     gather.graph.input[0].type.tensor_type.elem_type = TensorProto.INT64
-    onnx.save(gather, tmp_path / "m.onnx")
-    built = create(stand_in(tmp_path, version)).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    built = built_by(create(stand_in(tmp_path, version)), gather, tmp_path)
     assert built.run({"x": np.array([3, 11])})["y"].tolist() == [3, 11]
     with pytest.raises(EngineFailure, match="is int64 of sizes"):
         built.run({"x": np.array([3, 11], np.int32)})
 
 
 def test_outputs_may_be_nan(tmp_path: Path) -> None:
-    onnx.save(model_of([helper.make_node("Log", ["x"], ["y"])], [3], {}), tmp_path / "m.onnx")
-    built = create(stand_in(tmp_path, "10.0")).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    built = built_by(create(stand_in(tmp_path, "10.0")), model_of("y = Log(x)", "3"), tmp_path)
     outputs = built.run({"x": np.array([-1, 0, 1], np.float32)})
     np.testing.assert_array_equal(outputs["y"], np.array([np.nan, -np.inf, 0], np.float32))
     assert outputs["y"].dtype == np.float32
