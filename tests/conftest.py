@@ -145,6 +145,17 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def final(tuned: Path) -> Path:
+    """What that run ships."""
+    return tuned.parent / "out" / "optimized_final.onnx"
+
+
+@pytest.fixture
+def placement(final: Path) -> Path:
+    return final.with_name("placement.yaml")
+
+
+@pytest.fixture
 def call(capfd: pytest.CaptureFixture[str], workers: Workers) -> Call:
     """Run a command line in this process: exit code, standard output, standard error."""
     return lambda *arguments: (exit_code(*arguments), *capfd.readouterr())

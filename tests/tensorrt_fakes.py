@@ -64,10 +64,15 @@ class FakeCuda(ModuleType):
         self.cudaError_t: Any = enum.IntEnum("cudaError_t", errors)
         self.cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
         self.cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
+        gpu = SimpleNamespace(name=b"Stand-in GPU\0\0", major=8, minor=9)
         answers = {"cudaGetDevice": (0,), "cudaDriverGetVersion": (12080,), "cudaDeviceSynchronize": (),
-                   "cudaGetLastError": (), "cudaStreamSynchronize": (), "cudaEventSynchronize": ()}  # fmt: skip
+                   "cudaGetLastError": (), "cudaStreamSynchronize": (), "cudaEventSynchronize": (),
+                   "cudaGetDeviceProperties": (gpu,)}  # fmt: skip
         for name, values in answers.items():
             setattr(self, name, lambda *_, values=values: self._ok(*values))
+        self.cudaGetDeviceCount = lambda: self._ok(self.devices)
+        self.cudaGraphInstantiateWithFlags = lambda graph, flags: self._made("graph", graph)
+        self.cudaEventElapsedTime = lambda start, stop: self._ok(stop.at - start.at)
         self.cudaStreamCreate = lambda: self._made("stream", self._handle())
         self.cudaEventCreate = lambda: self._made("event", SimpleNamespace(at=0.0))
         for name, kind in (("Stream", "stream"), ("Event", "event"), ("Graph", "graph"), ("GraphExec", "graph")):
@@ -101,12 +106,6 @@ class FakeCuda(ModuleType):
         else:
             self.captured.append(action)
 
-    def cudaGetDeviceCount(self) -> Any:  # noqa: N802
-        return self._ok(self.devices)
-
-    def cudaGetDeviceProperties(self, device: int) -> Any:  # noqa: N802
-        return self._ok(SimpleNamespace(name=b"Stand-in GPU\0\0", major=8, minor=9))
-
     def cudaMalloc(self, size: int) -> Any:  # noqa: N802
         address = self._handle()
         self.memory[address] = bytearray(size)
@@ -133,9 +132,6 @@ class FakeCuda(ModuleType):
             return self.cudaError_t.cudaErrorStreamCaptureInvalidated, None
         return self._made("graph", actions)
 
-    def cudaGraphInstantiateWithFlags(self, graph: Any, flags: int) -> Any:  # noqa: N802
-        return self._made("graph", graph)
-
     def cudaGraphLaunch(self, graph: Any, stream: Any) -> Any:  # noqa: N802
         self.launches += 1
         for action in graph:
@@ -145,9 +141,6 @@ class FakeCuda(ModuleType):
     def cudaEventRecord(self, event: Any, stream: Any) -> Any:  # noqa: N802
         event.at = self.clock
         return self._ok()
-
-    def cudaEventElapsedTime(self, start: Any, stop: Any) -> Any:  # noqa: N802
-        return self._ok(stop.at - start.at)
 
 
 class Module(ModuleType):
@@ -178,8 +171,8 @@ class Module(ModuleType):
     def get_plugin_registry(self) -> Any:
         return self._make(Registry, "IPluginRegistry")
 
-    def _make(self, kind: type, name: str, *arguments: Any) -> Any:
-        return type(name, (kind,), {"_module": self, "_kind": name})(*arguments)
+    def _make(self, kind: type, name: str, *arguments: Any, **members: Any) -> Any:
+        return type(name, (kind,), {"_module": self, "_kind": name})(*arguments, **members)
 
 
 def install(patch: pytest.MonkeyPatch, version: str) -> tuple[Module, FakeCuda]:
@@ -232,18 +225,11 @@ class Registry(Vendor):
         return self._module.seen.plugin
 
 
-class Tensor(Vendor):
-    def __init__(self, value: onnx.ValueInfoProto) -> None:
-        self._value = value
-        self.__dict__.update(name=value.name, is_shape_tensor=value.name.startswith("shape"))
-        dims = value.type.tensor_type.shape.dim
-        self.__dict__["shape"] = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in dims)
+class Value(Vendor):
+    """An object that only tells."""
 
-
-class Layer(Vendor):
-    def __init__(self, node: onnx.NodeProto) -> None:
-        kinds = self._module.LayerType
-        self.__dict__["type"] = kinds.QUANTIZE if node.op_type == "QuantizeLinear" else None
+    def __init__(self, **members: Any) -> None:
+        self.__dict__.update(members)
 
 
 class Network(Vendor):
@@ -259,24 +245,15 @@ class Network(Vendor):
         return len(self._model.graph.node)
 
     def get_input(self, index: int) -> Any:
-        return self._module._make(Tensor, "ITensor", self._model.graph.input[index])
+        value = self._model.graph.input[index]
+        dims = value.type.tensor_type.shape.dim
+        shape = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in dims)
+        is_shape = value.name.startswith("shape")
+        return self._module._make(Value, "ITensor", name=value.name, is_shape_tensor=is_shape, shape=shape)
 
     def get_layer(self, index: int) -> Any:
-        return self._module._make(Layer, "ILayer", self._model.graph.node[index])
-
-
-class ParserError(Vendor):
-    def __init__(self, index: int, name: str) -> None:
-        self._index, self._name = index, name
-
-    def node(self) -> int:
-        return self._index
-
-    def node_name(self) -> str:
-        return self._name
-
-    def desc(self) -> str:
-        return "Plugin not found,\nare the plugin name and version correct?"
+        quantizes = self._model.graph.node[index].op_type == "QuantizeLinear"
+        return self._module._make(Value, "ILayer", type=self._module.LayerType.QUANTIZE if quantizes else None)
 
 
 class Parser(Vendor):
@@ -286,9 +263,11 @@ class Parser(Vendor):
     def parse_from_file(self, model: str) -> bool:
         assert isinstance(model, str)
         proto = onnx.load(model)  # external data and all
+        desc = "Plugin not found,\nare the plugin name and version correct?"
         for i, node in enumerate(proto.graph.node):
             if node.op_type == "NoSuchOp":
-                self._errors.append(self._module._make(ParserError, "ParserError", i, node.name))
+                told = {"node": lambda i=i: i, "node_name": lambda node=node: node.name, "desc": lambda: desc}
+                self._errors.append(self._module._make(Value, "ParserError", **told))
         self._network._model = proto
         return not self._errors
 

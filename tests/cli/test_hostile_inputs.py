@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -81,15 +82,13 @@ def test_arrays_whose_headers_lie_are_refused(call: Call, model: Path, tmp_path:
 @pytest.mark.usefixtures("workers")
 def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime's optimizations take a time that grows with the square of the nodes."""
-
-    def watched(*_: object, fuse: bool, **__: object) -> object:
-        raise InterruptedError(fuse)
-
-    monkeypatch.setattr(observe, "onnxruntime_session", watched)
+    session = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(observe, "onnxruntime_session", session)
     for most, fuse in ((4000, True), (0, False)):
         monkeypatch.setattr(observe, "MOST_OPTIMIZED", most)
-        with pytest.raises(InterruptedError, match=str(fuse)):
+        with pytest.raises(InterruptedError):
             calibrate.calibrate(load(model), feeds(mixed(), 1))
+        assert session.call_args.kwargs["fuse"] is fuse
 
 
 @pytest.mark.parametrize("front", ["5", "[5]", '[{"name": "24db"}]'])

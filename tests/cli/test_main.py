@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click import Argument
@@ -42,11 +43,8 @@ finally:
 
 @pytest.mark.parametrize(("more", "words"), [([], "starting\ninterrupted\n"), (["-q"], "interrupted\n")])
 def test_a_word_appears_before_the_module_of_a_search_is_imported(more, words, call, monkeypatch):
-    def interrupt(name: str) -> NoReturn:
-        raise KeyboardInterrupt
-
     monkeypatch.delitem(sys.modules, "qdqtune.cli.tune")
-    monkeypatch.setattr(main.importlib, "import_module", interrupt)
+    monkeypatch.setattr(main.importlib, "import_module", Mock(side_effect=KeyboardInterrupt))
     assert call("tune", "model.onnx", *more) == (130, "", words)
 
 
@@ -109,10 +107,7 @@ def test_json_is_all_that_goes_to_standard_output(call, tuned, tmp_path):
 
 
 def test_a_defect_is_code_70_with_its_traceback(monkeypatch, call):
-    def broken(*_: object, **__: object) -> NoReturn:
-        raise ZeroDivisionError("unexpected")
-
-    monkeypatch.setattr(tune, "tune", broken)
+    monkeypatch.setattr(tune, "tune", Mock(side_effect=ZeroDivisionError("unexpected")))
     code, out, err = call("tune", "m.onnx")
     assert (code, out) == (70, "")
     assert "ZeroDivisionError: unexpected" in err
@@ -120,18 +115,13 @@ def test_a_defect_is_code_70_with_its_traceback(monkeypatch, call):
 
 
 def test_a_time_budget_counts_from_the_start_of_the_program(monkeypatch, call):
-    left = []
-
-    def stop(seconds: float, ends: float) -> NoReturn:
-        left.append(ends - time.monotonic())
-        raise KeyboardInterrupt
-
+    stop = Mock(side_effect=KeyboardInterrupt)
     entered = time.monotonic() - 20.0
     monkeypatch.setattr(main, "time", SimpleNamespace(monotonic=lambda: entered))
     monkeypatch.setattr("qdqtune.tuning.run.Execution", stop)
-    for budget in ("60s", "10s"):
+    for budget, left in (("60s", 40.0), ("10s", -10.0)):
         assert call("tune", "m.onnx", "--time-budget", budget)[0] == 130
-    assert left == [pytest.approx(40.0, abs=5.0), pytest.approx(-10.0, abs=5.0)]
+        assert stop.call_args.args[1] - time.monotonic() == pytest.approx(left, abs=5.0)
 
 
 SLOW = ("--engine", "fake", "--builds", "12", "--engine-option", "build_seconds=0.1", "--calibration-method", "minmax",

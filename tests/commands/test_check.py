@@ -32,11 +32,6 @@ from qdqtune.types import Layer
 from runs import write
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"
-RESIDUE = """net (float[64,64] x) => (float[64,64] y) {
-    [first] a = MatMul(x, w0)
-    [softmax] b = Softmax(a)
-    [second] y = MatMul(b, w1)
-}"""
 
 
 @pytest.fixture
@@ -129,17 +124,9 @@ def test_what_goes_wrong_is_one_line(arguments, code, words, call, fused, float_
 
 
 # Pairs that a run has measured
-@pytest.fixture
-def tuned(call: Call, tmp_path: Path) -> Path:
-    """The result of a tuning run whose optimum keeps conversions around a Softmax."""
-    write(build(RESIDUE, {"w0": normal(64, 4096, scale=0.1), "w1": normal(4096, 64, scale=0.1)}), tmp_path)
-    data = ["--calibration-data", tmp_path / "model.npz", "--calibration-method", "minmax", "--no-bias-correction"]
-    assert call("tune", tmp_path / "model.onnx", "--engine", "fake", *data, "-o", tmp_path / "out", "-q")[0] == 0
-    return tmp_path / "out" / "optimized_final.onnx"
-
-
-def test_what_a_tuning_run_has_measured_fails_elsewhere_only(call, tuned, tmp_path):
+def test_what_a_tuning_run_has_measured_fails_elsewhere_only(call, final, tmp_path):
     """Away from the records, on an engine that differs, with other pairs, and with damaged records."""
+    tuned = shutil.copytree(final.parent, tmp_path / "out") / final.name
     code, out, _ = call("check", tuned, "--engine", "fake")
     assert code == 0
     assert "nothing to do, as a search on this engine has found these pairs" in out.splitlines()[-1]

@@ -41,8 +41,7 @@ def test_options_of_compare_reach_the_measurement(monkeypatch, call, tmp_path):
     assert [s["x"].shape for s in samples] == [(5, 64, 64)] * 2
 
 
-def test_compare_prints_a_table(call, tuned):
-    final = tuned.parent / "out" / "optimized_final.onnx"
+def test_compare_prints_a_table(call, tuned, final):
     code, out, err = call("compare", tuned, tuned, final, "--engine", "fake")
     assert code == 0
     assert f"first: {tuned}" in out
@@ -68,8 +67,7 @@ def test_outputs_are_compared_on_the_samples_that_tune_holds_out_or_on_all(tmp_p
     assert "output SQNR over 41 samples\n" in every.table().caption
 
 
-def test_compare_tells_each_number_of_threads(call, tuned):
-    final = tuned.parent / "out" / "optimized_final.onnx"
+def test_compare_tells_each_number_of_threads(call, tuned, final):
     at = ("--engine", "fake", "--engine-option", "threads=1", "--threads", "1,4")
     code, out, _ = call("compare", tuned, final, *at)
     assert code == 0
@@ -82,8 +80,7 @@ def test_compare_tells_each_number_of_threads(call, tuned):
         assert row["percentiles_ms"]["p90"] < row["first_percentiles_ms"]["p90"] <= row["first_percentiles_ms"]["p99"]
 
 
-def test_compare_goes_on_behind_a_file_that_the_engine_refuses(call, tuned):
-    final = tuned.parent / "out" / "optimized_final.onnx"
+def test_compare_goes_on_behind_a_file_that_the_engine_refuses(call, tuned, final):
     faults = 'faults={"refuse": "*"}'
     code, out, err = call("compare", tuned, final, tuned, "--engine", "fake", "--engine-option", faults)
     assert code == 5
@@ -124,11 +121,10 @@ def test_the_worst_slice_is_told_and_a_lost_one_warned_of(call: Call, tmp_path: 
     assert f"note: {other} against {first}: y[:, :, 4:12] lost its values: " in err
 
 
-def test_a_simulator_is_not_timed(call, tuned, monkeypatch, tmp_path):
+def test_a_simulator_is_not_timed(call, tuned, final, monkeypatch):
     monkeypatch.setattr(
         "qdqtune.commands.compare.simulated", lambda *_: "fake is a simulator on this machine, whose times mean nothing"
     )
-    final = tuned.parent / "out" / "optimized_final.onnx"
     code, out, err = call("compare", tuned, final, "--engine", "fake")
     assert code == 0
     assert re.search(rf"^ {final} +not timed +[\d.]+ *$", out, re.MULTILINE)
@@ -230,8 +226,8 @@ def test_markdown_shows_names_as_they_are():
     assert told.endswith("- note: so\n")
 
 
-def test_compare_ends_with_4_where_a_limit_is_missed_and_writes_its_files(call: Call, tuned: Path, tmp_path: Path):
-    final, files = tuned.parent / "out" / "optimized_final.onnx", (tmp_path / "gate.xml", tmp_path / "gate.md")
+def test_compare_ends_with_4_where_a_limit_is_missed_and_writes_its_files(call, tuned, final, tmp_path):
+    files = (tmp_path / "gate.xml", tmp_path / "gate.md")
     written = ("--junit", files[0], "--markdown", files[1])
     base = ("compare", tuned, final, "--engine", "fake")
     code, out, _ = call(*base, "--fail-below", 1.01, "--min-sqnr", 10, *written)
@@ -249,8 +245,8 @@ def test_compare_ends_with_4_where_a_limit_is_missed_and_writes_its_files(call: 
     assert (code, told["passes"], told["gate"][0]["outcome"]) == (4, False, "missed")
 
 
-def test_a_file_that_the_engine_refuses_fails_the_gate(call: Call, tuned: Path, tmp_path: Path):
-    final, xml = tuned.parent / "out" / "optimized_final.onnx", tmp_path / "gate.xml"
+def test_a_file_that_the_engine_refuses_fails_the_gate(call, tuned, final, tmp_path):
+    xml = tmp_path / "gate.xml"
     base = ("--engine", "fake", "--fail-below", 1, "--junit", xml, "--engine-option", 'faults={"refuse": "*"}')
     for files in ((tuned, final), (final, tuned)):  # the second file, or the first: then there is no comparison
         assert call("compare", *files, *base)[0] == 5

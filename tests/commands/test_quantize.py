@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -176,10 +177,7 @@ def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(e
 
 
 def test_no_report_where_the_model_with_switches_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise EngineFailure("no such operator")
-
-    monkeypatch.setattr("qdqtune.commands.quantize.damages", fails)
+    monkeypatch.setattr("qdqtune.commands.quantize.damages", Mock(side_effect=EngineFailure("no such operator")))
     done = quantize(request(write(conv_net(), tmp_path, count=5), report=True))
     assert done.damages is None
     assert done.sqnr_db is not None

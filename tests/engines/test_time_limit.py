@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from command_lines import QUICK
 from models import build
 from qdqtune.calibration.observe import outputs_on
 from qdqtune.engines.execution import Execution
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineFailure
-from runs import mixed, write
 from workers import InProcess, Workers
 
 
@@ -30,20 +30,13 @@ def test_calibration_that_takes_too_long_ends_in_one_line(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("command", ["tune", "quantize", "apply", "check", "debug"])
-def test_every_runner_of_a_command_has_the_limit(call, tmp_path, command, monkeypatch):
-    model = write(mixed(), tmp_path)
-    data = ["--calibration-data", model.with_suffix(".npz")]
-    quick = ["--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4"]
-    if command in ("check", "debug"):
-        assert call("quantize", model, *data, "-o", tmp_path / "q.onnx")[0] == 0
-    if command == "apply":
-        assert call("tune", model, *quick, *data, "--min-sqnr", "none", "-o", tmp_path / "out")[0] == 0
+def test_every_runner_of_a_command_has_the_limit(call, tuned, final, placement, tmp_path, command, monkeypatch):
     arguments = {
-        "tune": [model, *quick, *data, "-o", tmp_path / "out"],
-        "quantize": [model, *data, "--report", "-o", tmp_path / "q.onnx"],
-        "apply": [model, *data, "--placement", tmp_path / "out" / "placement.yaml", "-o", tmp_path / "q.onnx"],
-        "check": [tmp_path / "q.onnx", *data],
-        "debug": [model, tmp_path / "q.onnx", *data],
+        "tune": [tuned, *QUICK, "-o", tmp_path / "out"],
+        "quantize": [tuned, "--report", "-o", tmp_path / "q.onnx"],
+        "apply": [tuned, "--placement", placement, "-o", tmp_path / "q.onnx"],
+        "check": [final],
+        "debug": [tuned, final],
     }[command]
     limits = []
     made = Runner.__init__
@@ -53,7 +46,8 @@ def test_every_runner_of_a_command_has_the_limit(call, tmp_path, command, monkey
         limits.append(runner._execution.seconds)
 
     monkeypatch.setattr(Runner, "__init__", watched)
-    code, _, err = call(command, *arguments, "--time-limit", "123s")
+    data = ["--calibration-data", tuned.with_suffix(".npz")]
+    code, _, err = call(command, *arguments, *data, "--time-limit", "123s")
     assert code in (0, 3, 4), err
     assert limits
     assert set(limits) == {123.0}

@@ -13,9 +13,6 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from qdqtune.explanation.model_map import MapNode
 from qdqtune.explanation.page import render
 from qdqtune.explanation.report import Report, report_of_run
-from qdqtune.tuning.loop import tune
-from runs import mixed, settings, write
-from workers import in_process
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -58,12 +55,9 @@ def opened(browser: Browser, file: Path, *, width: int = 1200, scheme: str = "li
     context.close()
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    model = write(mixed(), tmp_path_factory.mktemp("run"))
-    with in_process():
-        tune(settings(model, mode="cut", builds=8))
-    return report_of_run(model.parent / "out")
+@pytest.fixture
+def report(tuned: Path) -> Report:
+    return report_of_run(tuned.parent / "out")
 
 
 @pytest.fixture

@@ -28,27 +28,18 @@ from qdqtune.timing.limits import Limits
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.result import Result
 from qdqtune.tuning.store import RangesRecord
 from qdqtune.types import Accuracy, Edge, Layer, Measurement, Placement, Proposal, Trial, WeightFormat
-from runs import mixed, settings, write
+from runs import settings, write
 from workers import in_process
-
-
-@pytest.fixture(scope="session")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """The folder of a run in cut mode, and its result."""
-    model = write(mixed(), tmp_path_factory.mktemp("explained"))
-    with in_process():
-        return model.parent / "out", tune(settings(model, mode="cut", builds=8))
 
 
 def by_name(rows: Sequence[Explanation]) -> dict[str, Explanation]:
     return {name: row for row in rows for name in row.nodes}
 
 
-def test_a_build_takes_what_a_unit_is_estimated_to_take(tuned: tuple[Path, Result], tmp_path: Path) -> None:
-    run = read_run(tuned[0])
+def test_a_build_takes_what_a_unit_is_estimated_to_take(final: Path, tmp_path: Path) -> None:
+    run = read_run(final.parent)
     table, record = units._Table(run), run.records.get("ranges", RangesRecord)
     numbers, shipped = open_engine(EngineSpec("fake")).numeric_format("int8"), table.parts.decision(run.placement)
 
@@ -65,8 +56,8 @@ def test_a_build_takes_what_a_unit_is_estimated_to_take(tuned: tuple[Path, Resul
         assert f"with it in {'8 bits' if row.reason else 'float'} the model would take 0.00" in row.why
 
 
-def test_estimates_tell_nothing_that_the_noise_of_the_run_may_have_made(tuned: tuple[Path, Result]) -> None:
-    run = read_run(tuned[0])
+def test_estimates_tell_nothing_that_the_noise_of_the_run_may_have_made(final: Path) -> None:
+    run = read_run(final.parent)
     assert by_name(explanations(run))["third"].reason == "conversions cost more than it saves"
     noisy = []
     for trial in run.history:
@@ -77,11 +68,10 @@ def test_estimates_tell_nothing_that_the_noise_of_the_run_may_have_made(tuned: t
     assert (row.reason, row.more_ms) == ("no gain beyond noise", None)
 
 
-def test_what_ships_need_not_be_what_prices_led_to(tuned: tuple[Path, Result], tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    shutil.copytree(tuned[0], folder)
+def test_what_ships_need_not_be_what_prices_led_to(final: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(final.parent, tmp_path / "out")
     assert "the placement that layer times predict to be fastest" in explain_run(folder).headline
-    compute = next(t.placement for t in tuned[1].history if t.proposal.origin == "compute")
+    compute = next(t.placement for t in read_run(folder).history if t.proposal.origin == "compute")
     write_placement(folder / "placement.yaml", PlacementFile(compute, "int8", "fake", {}), "model.onnx")
     explained = explain_run(folder)
     assert "pairs at the inputs of convolutions and products" in explained.headline

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -34,18 +35,14 @@ def numbers(printed: str) -> list[float]:
 
 
 def test_what_it_types_is_what_it_runs_and_starts_anew(tmp_path, capsys):
-    ran: list[Sequence[str]] = []
-
-    def refused(command: Sequence[str]) -> SimpleNamespace:
-        ran.append(command)
-        return SimpleNamespace(returncode=5)
-
-    assert run.demo(tmp_path, start=refused) == 5
+    start = Mock(return_value=SimpleNamespace(returncode=5))
+    assert run.demo(tmp_path, start=start) == 5
     (typed,) = capsys.readouterr().out.splitlines()
-    assert list(ran[0][:4]) == [sys.executable, "-m", "qdqtune", "tune"]
+    (ran,) = start.call_args.args
+    assert list(ran[:4]) == [sys.executable, "-m", "qdqtune", "tune"]
     program, command, *arguments = shlex.split(typed.removeprefix("$ "))
     assert (program, command) == ("qdqtune", "tune")
-    assert ran[0][-len(arguments) :] == arguments
+    assert ran[-len(arguments) :] == arguments
     given = tune.tune_command.make_context("tune", arguments).params
     assert given["options"].time_budget <= 120
     assert given["options"].restart

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import onnx
 import pytest
@@ -134,11 +135,8 @@ def test_an_error_leaves_existing_files_unchanged(tmp_path: Path, error: BaseExc
         (tmp_path / name).write_bytes(OLD)
     expected = OutputError if isinstance(error, OSError) else type(error)
 
-    def fail() -> None:
-        raise error
-
     with pytest.raises(expected):
-        write_both(tmp_path / "r.onnx", fail)
+        write_both(tmp_path / "r.onnx", Mock(side_effect=error))
     assert {path.read_bytes() for path in tmp_path.iterdir()} == {OLD}
     assert names(tmp_path) == {"r.onnx", "r.onnx.data"}
 
@@ -241,12 +239,8 @@ def test_a_folder_that_another_process_takes_for_one_that_was_left_is_made_again
 
 def test_a_removal_that_is_interrupted_closes_its_lock_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = Scratch(tmp_path)
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.rmtree", interrupted)
+        patch.setattr("shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             scratch.close()
     with (tmp_path / "other").open("wb") as other:  # which gets the number of the lock

@@ -34,7 +34,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import allowed
 from qdqtune.graph.saving import save
 from qdqtune.placement.insertion import insert
-from qdqtune.types import Layer, Placement
+from qdqtune.types import Placement
 from rewrite_nets import MERGED as NETS
 from rewrite_nets import net
 
@@ -104,7 +104,7 @@ def test_onnxruntime_saves_a_model_that_computes_the_same(tmp_path: Path) -> Non
     saved = onnx.load(tmp_path / "s.onnx")
     assert "FusedConv" in {node.op_type for node in saved.graph.node}
     assert not {node.domain for node in saved.graph.node} & {"com.microsoft.nchwc"}
-    again = engine.build(tmp_path / "s.onnx", tmp_path / "log").run(RESIDUAL_INPUT)["y"]
+    again = built_by(engine, saved, tmp_path).run(RESIDUAL_INPUT)["y"]
     np.testing.assert_allclose(again, built.run(RESIDUAL_INPUT)["y"], rtol=1e-4, atol=1e-5)
 
 
@@ -159,46 +159,51 @@ def test_time_in_a_body_counts_for_its_node(tmp_path: Path) -> None:
     assert all(x.time_ms is not None for x in layers)
 
 
-def event(name: str, op: str, ts: int, dur: int) -> dict[str, Any]:
+def event(name: str, ts: int, dur: int, op: str = "") -> dict[str, Any]:
     """A kernel event as ONNX Runtime writes it."""
     types = [{"float": [4]}]
-    arguments = {"op_name": op, "input_type_shape": types, "output_type_shape": types}
+    arguments = {"op_name": op or name.title(), "input_type_shape": types, "output_type_shape": types}
     return {"cat": "Node", "name": f"{name}_kernel_time", "ts": ts, "dur": dur, "args": arguments}
 
 
-def report(tmp_path: Path, events: list[dict[str, Any]], plain_ms: float = 1.0) -> tuple[Layer, ...]:
+def inference(number: int, *durations: int) -> list[dict[str, Any]]:
+    """The events of the chain in one inference."""
+    names = ("neg", "relu", "exp", "abs")
+    return [event(name, 1000 * number + 100 * i, durations[i]) for i, name in enumerate(names)]
+
+
+def times(tmp_path: Path, events: list[dict[str, Any]], plain_ms: float = 1.0) -> list[float | None]:
     onnx.save(text_model(CHAIN), tmp_path / "m.onnx")
     (tmp_path / "profile.json").write_text(json.dumps(events))
     model, files = Model(text_model(CHAIN)), (tmp_path / "m.onnx", tmp_path / "profile.json")
-    return onnxruntime_layers.report(model, *files, [plain_ms / 1e3], CPU)
+    return [layer.time_ms for layer in onnxruntime_layers.report(model, *files, [plain_ms / 1e3], CPU)]
 
 
 def test_times_are_means_without_tails_and_without_the_first_inference(tmp_path: Path) -> None:
-    chain = (("neg", "Neg"), ("relu", "Relu"), ("exp", "Exp"), ("abs", "Abs"))
-    durations = (100, 10, 20, 23, 60)
-    events = [event(name, op, 1000 * run + 100 * i, durations[run])
-              for run in range(5) for i, (name, op) in enumerate(chain)]  # fmt: skip
+    events = [each for run, dur in enumerate((100, 10, 20, 23, 60)) for each in inference(run, *[dur] * 4)]
     session = {"cat": "Session", "name": "model_run", "ts": 0, "dur": 5000, "args": {}}
-    layers = report(tmp_path, [session, *reversed(events)])
-    assert [x.time_ms for x in layers] == [0.02] * 4
-    with pytest.raises(EngineFailure, match="does not show every node"):
-        report(tmp_path, events[:-1])
-    with pytest.raises(EngineFailure, match="does not show every node"):
-        report(tmp_path, [])
+    assert times(tmp_path, [session, *reversed(events)]) == [0.02] * 4
+    for some in (events[:-1], []):
+        with pytest.raises(EngineFailure, match="does not show every node"):
+            times(tmp_path, some)
 
 
-def test_a_node_with_a_body_takes_the_time_of_the_kernels_in_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plain_ms", "expected"),
+    [
+        (0.056, [0.01, 0.026, 0.01, 0.01]),
+        (0.083, [0.01, 0.053, 0.01, 0.01]),
+        (0.051, [0.009, 0.024, 0.009, 0.009]),  # an overhead for each of five kernels
+    ],
+)
+def test_a_node_with_a_body_takes_the_time_of_the_kernels_in_it(plain_ms, expected, tmp_path):
     """The profiler writes a line after each kernel, in the time of the node around it."""
-    chain = (("neg", "Neg", 10), ("relu", "Relu", 80), ("exp", "Exp", 10), ("abs", "Abs", 10))
-    body = (("conv", "Conv", 5, 20), ("if", "If", 35, 30), ("inner", "Neg", 45, 6))  # the last in the one before
     events = []
     for run in range(3):
-        events += [event(name, op, 1000 * run + 100 * i, dur) for i, (name, op, dur) in enumerate(chain)]
-        events += [event(name, op, 1000 * run + 100 + ts, dur) for name, op, ts, dur in body]
-    assert [x.time_ms for x in report(tmp_path, events, plain_ms=0.056)] == pytest.approx([0.01, 0.026, 0.01, 0.01])
-    assert [x.time_ms for x in report(tmp_path, events, plain_ms=0.083)] == pytest.approx([0.01, 0.053, 0.01, 0.01])
-    times = [x.time_ms for x in report(tmp_path, events, plain_ms=0.051)]
-    assert times == pytest.approx([0.009, 0.024, 0.009, 0.009]), "an overhead for each of five kernels"
+        events += inference(run, 10, 80, 10, 10)
+        at = 1000 * run + 100
+        events += [event("conv", at + 5, 20), event("if", at + 35, 30), event("inner", at + 45, 6, "Neg")]
+    assert times(tmp_path, events, plain_ms) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["m.onnx", "profile.json"])
@@ -212,21 +217,17 @@ def test_files_that_a_full_disk_has_cut_short_are_a_failure(tmp_path: Path, name
 
 
 def test_overhead_of_the_profile_is_subtracted(tmp_path: Path) -> None:
-    chain = (("neg", "Neg", 12), ("relu", "Relu", 22), ("exp", "Exp", 32), ("abs", "Abs", 1))
-    events = [
-        event(name, op, 1000 * run + 100 * i, spent) for run in range(3) for i, (name, op, spent) in enumerate(chain)
-    ]
-    times = [x.time_ms for x in report(tmp_path, events, plain_ms=0.0601)]
-    assert times == pytest.approx([0.01, 0.02, 0.03, 0.0001])
-    assert [x.time_ms for x in report(tmp_path, events, plain_ms=0.1)] == [0.012, 0.022, 0.032, 0.001]
-    assert sum(x.time_ms or 0.0 for x in report(tmp_path, events, plain_ms=0.001)) == pytest.approx(0.0067)
+    events = [each for run in range(3) for each in inference(run, 12, 22, 32, 1)]
+    assert times(tmp_path, events, plain_ms=0.0601) == pytest.approx([0.01, 0.02, 0.03, 0.0001])
+    assert times(tmp_path, events, plain_ms=0.1) == [0.012, 0.022, 0.032, 0.001]
+    assert sum(times(tmp_path, events, plain_ms=0.001)) == pytest.approx(0.0067)
 
 
 def test_kernels_in_the_body_of_a_node_do_not_count_twice(tmp_path: Path) -> None:
-    one = [event("neg", "Neg", 0, 5), event("relu", "Relu", 10, 50), event("exp", "Exp", 20, 9),
-           event("relu", "Relu", 30, 9), event("exp", "Exp", 70, 5), event("abs", "Abs", 80, 5)]  # fmt: skip
+    one = [event("neg", 0, 5), event("relu", 10, 50), event("exp", 20, 9), event("relu", 30, 9),
+           event("exp", 70, 5), event("abs", 80, 5)]  # fmt: skip
     two = [{**e, "ts": e["ts"] + 1000} for e in one]
-    assert [x.time_ms for x in report(tmp_path, one + two)] == [0.005, 0.05, 0.005, 0.005]
+    assert times(tmp_path, one + two) == [0.005, 0.05, 0.005, 0.005]
 
 
 def test_onnxruntime_names_what_it_inserts(tmp_path: Path) -> None:

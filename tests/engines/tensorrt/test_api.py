@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -295,9 +296,6 @@ def test_plugin_libraries(rig: Rig) -> None:
 
 
 def test_what_is_missing_is_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing() -> None:
-        raise RuntimeError("Failed to dlopen libcuda.so.1")
-
     def refused(words: str) -> None:
         with pytest.raises(EngineUnavailable, match=words):
             rig.open()
@@ -307,7 +305,8 @@ def test_what_is_missing_is_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
     rig.cuda.fail["cudaGetDeviceCount"] = rig.cuda.cudaError_t.cudaErrorInsufficientDriver
     refused("cudaErrorInsufficientDriver")
     del rig.cuda.fail["cudaGetDeviceCount"]
-    rig.cuda.__dict__["cudaGetDeviceCount"] = failing  # some bindings look for a driver at the first call
+    dlopen = Mock(side_effect=RuntimeError("Failed to dlopen libcuda.so.1"))
+    rig.cuda.__dict__["cudaGetDeviceCount"] = dlopen  # some bindings look for a driver at the first call
     refused(r"no NVIDIA driver: .*libcuda")
     absent(monkeypatch, CUDA)
     refused("pip install cuda-python")
