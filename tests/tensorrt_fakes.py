@@ -171,7 +171,7 @@ class Module(ModuleType):
     def get_plugin_registry(self) -> Any:
         return self._make(Registry, "IPluginRegistry")
 
-    def _make(self, kind: type, name: str, *arguments: Any, **members: Any) -> Any:
+    def _make(self, kind: type, name: str, /, *arguments: Any, **members: Any) -> Any:
         return type(name, (kind,), {"_module": self, "_kind": name})(*arguments, **members)
 
 

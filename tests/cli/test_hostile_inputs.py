@@ -97,6 +97,25 @@ def test_a_summary_that_somebody_has_changed(call: Call, model: Path, tmp_path: 
     is_refused(call, tmp_path, "is not what a run has written", "report", tmp_path)
 
 
+METRICS = "def nan(predict):\n    return float('nan')\ndef other(predict):\n    return predict({'picture': [0.0]})\n"
+
+
+@pytest.mark.parametrize(("words", "name", "code", "told"), [
+    ("quantize {model} -o {folder}/q.onnx", "nan", 2, "cannot be used: the metric of {metric} is nan"),
+    ("quantize {model} -o {folder}/q.onnx", "other", 2, "calls predict without x: the model has the inputs x"),
+    ("compare {model} {model} --engine fake", "nan", 2, "fails on {model}: the metric of {metric} is nan"),
+    ("tune {model} --engine fake --dry-run", "nan", 5, "fails on the float model: the metric of {metric} is nan"),
+])  # fmt: skip
+def test_a_metric_that_cannot_be_used_is_named(words, name, code, told, call, tuned, tmp_path):
+    (tmp_path / "metric.py").write_text(METRICS)
+    metric = f"{tmp_path}/metric.py:{name}"
+    places = {"model": tuned, "folder": tmp_path, "metric": metric}
+    data = ("--calibration-data", tuned.with_suffix(".npz"), "--evaluate", metric)
+    found, error = errors(call(*words.format(**places).split(), *data))
+    assert (found, error) == (code, f"--evaluate {metric} {told.format(**places)}")
+    assert not list(tmp_path.glob("*.onnx"))
+
+
 WRITERS = {
     "python": "os.write(1, b'python')",
     "C": "ctypes.CDLL(None).puts(b'library')",

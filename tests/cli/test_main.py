@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -128,15 +127,11 @@ SLOW = ("--engine", "fake", "--builds", "12", "--engine-option", "build_seconds=
         "--no-bias-correction", "--no-report", *UNCHECKED)  # fmt: skip
 
 
-def started(*arguments: object, **how: Any) -> subprocess.Popen[bytes]:
-    """`qdqtune` with these arguments, as a shell starts it."""
-    command = [sys.executable, "-m", "qdqtune", *map(str, arguments)]
-    return subprocess.Popen(command, env=environment() | {"TERM": "xterm-256color", "COLUMNS": "100"}, **how)
-
-
 def test_ctrl_c_is_code_130_and_the_same_command_goes_on(model, tmp_path, call):
     command = ["tune", model, *SLOW, "-o", tmp_path / "out"]
-    process = started(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    words, terminal = map(str, command), environment() | {"TERM": "xterm-256color", "COLUMNS": "100"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-m", "qdqtune", *words], env=terminal, **pipes)
     seen = []
     while " builds  best " not in (seen or [""])[-1]:
         seen.append(process.stderr.readline().decode())

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command_lines import errors, is_refused
+from command_lines import is_refused
 from conftest import Call
 from models import build, conv_net, normal
 from qdqtune.engines import formats
@@ -135,22 +135,6 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
 )  # fmt: skip
 def test_bad_input_is_one_line(call: Call, model: Path, arguments: list[str], words: str) -> None:
     is_refused(call, model.parent, words, "quantize", model, *arguments)
-
-
-def test_a_metric_that_cannot_be_used(call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "metric.py").write_text(
-        "def nothing(predict):\n    return float('nan')\ndef other(predict):\n    return predict({'picture': [0.0]})\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    for name, words in (
-        ("nothing", "metric.py:nothing cannot be used: the metric of metric.py:nothing is nan"),
-        ("other", "metric.py:other calls predict without image: the model has the inputs image"),
-    ):
-        given = ("quantize", model, *RUN, model.with_suffix(".npz"), "--evaluate", f"metric.py:{name}")
-        code, error = errors(call(*given))
-        assert code == 2
-        assert error.startswith(f"--evaluate {words}")
-        assert not list(tmp_path.glob("*qdq*"))
 
 
 @pytest.mark.parametrize("by", ["float", "quantized"])

@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import onnx
 import pytest
@@ -67,10 +68,6 @@ def test_a_terminal_that_has_ascii_only_and_a_file_name_that_is_no_text(tmp_path
     assert "'\\udcff.onnx' holds characters that are not UTF-8" in err
 
 
-def greedy(*_: object, **__: object) -> None:
-    raise MemoryError
-
-
 def interrupts(*_: object, **__: object) -> None:
     """A Ctrl-C of which a library makes another error."""
     try:
@@ -82,7 +79,10 @@ def interrupts(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize(
     ("loads", "code", "told"),
-    [(greedy, 2, "error: there is not enough memory for this\n"), (interrupts, 130, "interrupted\n")],
+    [
+        (Mock(side_effect=MemoryError), 2, "error: there is not enough memory for this\n"),
+        (interrupts, 130, "interrupted\n"),
+    ],
 )
 def test_short_memory_and_an_interrupt_are_one_line_whatever_is_at_work(loads, code, told, call, model, monkeypatch):
     monkeypatch.setattr("qdqtune.commands.inspect.tuned_graph", loads)

@@ -149,20 +149,15 @@ def test_what_a_tuning_run_has_measured_fails_elsewhere_only(call, final, tmp_pa
         assert call("check", tuned, "--engine", "fake")[0] == 4
 
 
-def exported(folder: Path, case: str) -> Path:
-    text = gzip.decompress((DATA / "rtx1.7_sm89.json.gz").read_bytes())
-    path = folder / "layers.json"
-    path.write_text(json.dumps(json.loads(text)[case]))
-    return path
-
-
 def test_a_tensorrt_report(call, tmp_path):
     model = DATA / "int8_conv_relu_add_fp16.onnx"
-    code, out, _ = call("check", model, "--graph-json", exported(tmp_path, model.stem), "--json")
+    text, path = gzip.decompress((DATA / "rtx1.7_sm89.json.gz").read_bytes()), tmp_path / "layers.json"
+    path.write_text(json.dumps(json.loads(text)[model.stem]))
+    code, out, _ = call("check", model, "--graph-json", path, "--json")
     found = json.loads(out)
     assert (code, found["engine"], found["time_ms"], found["failing"]) == (0, "tensorrt", None, 0)
     assert [(f["kind"], f["nodes"]) for f in found["findings"]] == [("boundary", ["xd_Q"])]
-    code, out, _ = call("check", model, "--graph-json", tmp_path / "layers.json")
+    code, out, _ = call("check", model, "--graph-json", path)
     assert code == 0
     assert re.search(r"^ boundary +note +xd_Q ", out, re.MULTILINE)
 
@@ -261,11 +256,7 @@ def test_a_model_with_external_data_is_built(threshold, location, call, tmp_path
     onnx.save(conv_model(), source, save_as_external_data=True, location=location, size_threshold=threshold)
     assert call("build", source, "-o", target)[::2] == (0, "")
     shutil.rmtree(tmp_path / "in")
-    computes_the_same(target, tmp_path)
-
-
-def computes_the_same(file: Path, folder: Path) -> None:
-    session = open_engine(EngineSpec("onnxruntime")).build(file, folder / "log")
+    session = open_engine(EngineSpec("onnxruntime")).build(target, tmp_path / "log")
     np.testing.assert_allclose(session.run(IMAGE)["y"], ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], atol=1e-4)
 
 

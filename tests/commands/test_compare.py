@@ -293,11 +293,7 @@ def test_a_limit_about_outputs_that_are_not_there_is_refused_and_an_error_in_jun
     assert errors(call("tune", model, *data, "-o", tmp_path / "out")) == (2, told)
 
 
-def test_a_metric_or_threads_that_cannot_be_are_refused(call: Call, tuned: Path, tmp_path: Path) -> None:
-    (tmp_path / "metric.py").write_text("def nan(predict):\n    return float('nan')\n")
-    code, message = errors(call("compare", tuned, tuned, "--engine", "fake", "--evaluate", f"{tmp_path}/metric.py:nan"))
-    assert code == 2
-    assert message.startswith(f"--evaluate {tmp_path}/metric.py:nan fails on {tuned}: the metric of ")
+def test_threads_that_cannot_be_are_refused(call: Call, tuned: Path) -> None:
     code, message = errors(call("compare", tuned, tuned, "--threads", 1000))
     assert (code, message[:20]) == (2, "--threads 1000: only")
 

@@ -13,7 +13,7 @@ import pytest
 from models import attention, build, conv_net, feeds, joined, normal, run, scales_of
 from observers import Log
 from qdqtune.calibration.scales import Calibration
-from qdqtune.commands.debug import DebugOptions, Diagnosis, debug
+from qdqtune.commands.debug import DebugOptions, debug
 from qdqtune.commands.quantize import HELD_OUT, ApplyOptions, QuantizeOptions, apply, quantize
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, EngineFailure
@@ -246,12 +246,6 @@ def asked(retrained: QuantizeOptions, target: Path) -> ApplyOptions:
     return ApplyOptions(retrained.model, output=target, calibration_data=data, placement=placement)
 
 
-def looking(request: QuantizeOptions) -> Diagnosis:
-    """What `debug` says of what `quantize` has written, none of which is good enough."""
-    data, quantized = request.calibration_data, request.output
-    return debug(DebugOptions(request.model, quantized=quantized, min_sqnr=60.0, calibration_data=data))
-
-
 def ops(path: Path) -> Counter[str]:
     return Counter(node.op for node in load(path).nodes)
 
@@ -262,7 +256,8 @@ def test_quantize_folds_unless_told_otherwise_and_debug_finds_it(said: str, left
     done = quantize(request)
     assert ops(request.output)["BatchNormalization"] == left
     assert done.sqnr_db > 25
-    looked = looking(request)
+    data, quantized = request.calibration_data, request.output  # none of which is good enough
+    looked = debug(DebugOptions(request.model, quantized=quantized, min_sqnr=60.0, calibration_data=data))
     assert looked.by_numbers == pytest.approx(looked.noise, rel=0.5)
 
 

@@ -6,7 +6,6 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -258,9 +257,6 @@ def test_what_is_a_text_is_plain_only_if_it_names_no_file(kind: Any) -> None:
 
 
 # The processor: what /proc/cpuinfo tells of it
-SetProcessor = Callable[[str, str], None]
-
-
 @pytest.mark.parametrize(
     ("name", "cpuinfo", "expected"),
     [

@@ -8,9 +8,6 @@ from engine_contract import IMAGE, EngineContract, built_by, conv_model, model_o
 from models import build, run
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.fake import latency
-from qdqtune.types import NumericFormat, QType
-
-SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 
 
 class TestFake(EngineContract):

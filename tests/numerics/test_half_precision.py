@@ -47,10 +47,6 @@ def loud() -> Model:
     return build(LOUD, {"w": normal(16, 16, scale=60.0)})
 
 
-def types(model: Model) -> dict[str, int]:
-    return {name: info.dtype for name, info in model.tensors.items()}
-
-
 def test_what_makes_or_reads_too_large_values_stays() -> None:
     model = loud()
     kept = out_of_range(model, Ranges({"x": Range(0, 1), "a": Range(-900, 900), "b": Range(0, 810000.0)}))

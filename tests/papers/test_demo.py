@@ -28,12 +28,6 @@ accuracy on 20 unseen images +([\d.]+)% +([\d.]+)%
 """)
 
 
-def numbers(printed: str) -> list[float]:
-    found = TABLE.search(printed)
-    assert found is not None, printed
-    return [float(number) for number in found.groups()]
-
-
 def test_what_it_types_is_what_it_runs_and_starts_anew(tmp_path, capsys):
     start = Mock(return_value=SimpleNamespace(returncode=5))
     assert run.demo(tmp_path, start=start) == 5
@@ -73,7 +67,7 @@ def test_it_prints_latency_and_accuracy_before_and_after(final_ms: float, words:
 
     assert run.demo(tmp_path, images=20, start=tuned) == 0
     printed = capsys.readouterr().out
-    before, after, *accuracies = numbers(printed)
+    before, after, *accuracies = map(float, TABLE.search(printed).groups())
     assert (before, after) == (9.5, final_ms)
     assert accuracies[0] > 90 > accuracies[1]
     assert words in printed

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -26,19 +24,11 @@ MADE = ("optimized_final.onnx", "summary.json", "placement.yaml")
 """Files in the folder of a run."""
 
 
-@pytest.fixture(scope="module")
-def folder(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder in which all commands of the skill have run, in the order of the text."""
-    folder = tmp_path_factory.mktemp("skill") / "here"
-    shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("qdqtune_output"))
-    with pytest.MonkeyPatch.context() as patch:
-        quickly(patch)
-        patch.chdir(folder)
-        yield folder
-
-
 @pytest.mark.usefixtures("workers")
-def test_every_command_runs_and_what_it_says_of_results_is_so(folder: Path) -> None:
+def test_every_command_runs_and_what_it_says_of_results_is_so(prepared, tmp_path, monkeypatch):
+    folder = shutil.copytree(prepared, tmp_path / "here", ignore=shutil.ignore_patterns("qdqtune_output"))
+    quickly(monkeypatch)
+    monkeypatch.chdir(folder)
     assert len(LINES) > 10
     for line in LINES:
         assert line.startswith("qdqtune ")
