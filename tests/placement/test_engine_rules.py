@@ -1,4 +1,4 @@
-"""Placement rules of `quantize`: what holds for all of them, and one graph for each."""
+"""Placement rules: the first guesses of a search, and those of quantize, with one graph for each."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from models import FORMATS, attention, build, conv_net, edges, known, normal
+from models import FORMATS, attention, build, conv_net, edges, known, normal, ranges, static
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.formats import numeric_format
 from qdqtune.graph.model import Model
+from qdqtune.placement import start_placements
 from qdqtune.placement.engine_rules import PlacedByRules, place
 from qdqtune.placement.graph_queries import GraphQueries
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
-from qdqtune.placement.start_placements import placements
-from qdqtune.types import Edge, QuantType
+from qdqtune.placement.reading import read_placement
+from qdqtune.placement.start_placements import START_PLACEMENTS, placements
+from qdqtune.types import Edge, Placement, QuantType
 from region_models import networks
 
 
@@ -79,19 +81,17 @@ def test_on_onnxruntime_what_is_in_half_precision_stays_in_float() -> None:
     assert count(placed(model, "onnxruntime"), "half-precision") == 3
 
 
-FUSED = """net (float[1,16,8,8] x) => (float[1,16,8,8] y) {
-    [a] p = Conv <pads=[1,1,1,1]> (x, w)
-    [bias] b = Add(p, c)
-    [norm] n = BatchNormalization(b, one, zero, zero, one)
-    [act] r = Relu(n)
-    [next] q = Conv <pads=[1,1,1,1]> (r, w)
-    [end] y = Sigmoid(q)
-}"""
-
-
 def test_nothing_inside_a_fusion() -> None:
     constants = weights(w=(16, 16, 3, 3), c=(16, 1, 1)) | {"one": np.ones(16, "f"), "zero": np.zeros(16, "f")}
-    model = build(FUSED, constants)
+    text = """net (float[1,16,8,8] x) => (float[1,16,8,8] y) {
+        [a] p = Conv <pads=[1,1,1,1]> (x, w)
+        [bias] b = Add(p, c)
+        [norm] n = BatchNormalization(b, one, zero, zero, one)
+        [act] r = Relu(n)
+        [next] q = Conv <pads=[1,1,1,1]> (r, w)
+        [end] y = Sigmoid(q)
+    }"""
+    model = build(text, constants)
     queries = GraphQueries(model, possible_edges(model, known(model)))
     inside = {e for e in queries.possible if queries.is_inside(e)}
     assert inside == edges("p bias 0", "b norm 0", "n act 0", "q end 0")
@@ -338,32 +338,30 @@ def test_not_every_layernorm_follows_a_convolution() -> None:
     assert not {"norm", "norm2"} & users(placed(attention()))
 
 
-STAGES = """net (float[1,32,8,8] x) => (float[1,32,4,4] y) {
-    [stem] x0 = Conv <pads=[0,0,1,1]> (x, w)
-    [depthwise] d = Conv <group=32, pads=[1,1,1,1]> (x, wd)
-    [turn] t = Transpose <perm=[0,2,3,1]> (d)
-    [norm] n = LayerNormalization(t, g, b)
-    [up] u = MatMul(n, wu)
-    [down] m = MatMul(u, wm)
-    [bias] a = Add(m, b)
-    [scale] s = Mul(a, g)
-    [back] c = Transpose <perm=[0,3,1,2]> (s)
-    [add] r = Add(x0, c)
-    [turn2] t2 = Transpose <perm=[0,2,3,1]> (r)
-    [norm2] n2 = LayerNormalization(t2, g, b)
-    [back2] c2 = Transpose <perm=[0,3,1,2]> (n2)
-    [shrink] y0 = Conv <strides=[2,2]> (c2, w)
-    [mean] k = GlobalAveragePool(y0)
-    [turn3] t3 = Transpose <perm=[0,2,3,1]> (k)
-    [norm3] n3 = LayerNormalization(t3, g, b)
-    [end] y = Exp(n3)
-}"""
-
-
 def test_the_layernorms_of_a_convnext() -> None:
     """One behind a convolution, one behind a residual Add whose branch ends in a matrix product, one behind a pool."""
     constants = weights(w=(32, 32, 2, 2), wd=(32, 1, 3, 3), wu=(32, 64), wm=(64, 32), g=(32,), b=(32,))
-    found = placed(build(STAGES, constants))
+    text = """net (float[1,32,8,8] x) => (float[1,32,4,4] y) {
+        [stem] x0 = Conv <pads=[0,0,1,1]> (x, w)
+        [depthwise] d = Conv <group=32, pads=[1,1,1,1]> (x, wd)
+        [turn] t = Transpose <perm=[0,2,3,1]> (d)
+        [norm] n = LayerNormalization(t, g, b)
+        [up] u = MatMul(n, wu)
+        [down] m = MatMul(u, wm)
+        [bias] a = Add(m, b)
+        [scale] s = Mul(a, g)
+        [back] c = Transpose <perm=[0,3,1,2]> (s)
+        [add] r = Add(x0, c)
+        [turn2] t2 = Transpose <perm=[0,2,3,1]> (r)
+        [norm2] n2 = LayerNormalization(t2, g, b)
+        [back2] c2 = Transpose <perm=[0,3,1,2]> (n2)
+        [shrink] y0 = Conv <strides=[2,2]> (c2, w)
+        [mean] k = GlobalAveragePool(y0)
+        [turn3] t3 = Transpose <perm=[0,2,3,1]> (k)
+        [norm3] n3 = LayerNormalization(t3, g, b)
+        [end] y = Exp(n3)
+    }"""
+    found = placed(build(text, constants))
     assert {e.node for e in found.placement if e.node.startswith("norm")} == {"norm", "norm2"}
     assert edges("x0 add 0", "t norm 0", "t2 norm2 0") <= found.placement.edges
 
@@ -460,14 +458,8 @@ GATHERS = "[pq] q1 = Gather <axis=0> (t, i0) [pk] k0 = Gather <axis=0> (t, i1) [
 
 def fused(parts: str, heads: int = 4, half: bool = True) -> Model:
     """Attention whose queries, keys and values come from one product."""
-    ints = {
-        "five": [1, 64, 3, heads, 128 // heads],
-        "three": [1, 64, 128],
-        "zero": [0],
-        "i0": [0],
-        "i1": [1],
-        "i2": [2],
-    }
+    ints = {f"i{k}": [k] for k in range(3)}
+    ints |= {"five": [1, 64, 3, heads, 128 // heads], "three": [1, 64, 128], "zero": [0]}
     constants = {"w": normal(128, 384), "b": normal(384), "c": np.float32(0.25), "wo": normal(128, 32)}
     return build(JOINT.format(parts=parts), constants | {n: np.array(v) for n, v in ints.items()}, half=half)
 
@@ -495,3 +487,81 @@ def test_attention_that_is_fused_in_float16_gets_no_pair_in_front(quant_type: Qu
     found = users(placed(fused(SPLIT, heads=16, half=half), "tensorrt", quant_type))
     assert found & {"make", "part", "scores", "context"} == kept
     assert "end" in found
+
+
+def guess(rule: str, model: Model) -> frozenset[Edge]:
+    return START_PLACEMENTS[rule](model, possible_edges(model, known(model))).edges
+
+
+COMPUTE = ("image stem 0", "w0 stem 1", "p0 depthwise 0", "w1 depthwise 1", "k1 project 0", "w2 project 1", "r1 side 0",
+           "w3 side 1", "f head 0", "w4 head 1")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("inputs", "skip"),
+    [("p, r", "r add 1"), ("r, p", "r add 0"), ("p, q", "q add 1"), ("s, r", "r add 1"), ("r, r", None), ("x, p", None),
+     ("p, c", None)],
+)  # fmt: skip
+def test_which_input_of_an_add_is_the_skip(inputs: str, skip: str | None) -> None:
+    """Both fresh: the second. A graph input stays float, since nothing would be saved; a constant is a bias."""
+    text = """net (float[N,4] x) => (float[N,4] y) {{
+        [relu] r = Relu(x)
+        [a] p = MatMul(r, w)
+        [b] q = MatMul(r, w)
+        [bias] s = Add(p, c)
+        [add] y = Add({})
+    }}"""
+    model = build(text.format(inputs), {"w": normal(4, 4), "c": normal(4)})
+    assert guess("residual", model) == guess("compute", model) | (edges(skip) if skip else set())
+
+
+def test_islands_join_compute_operators_through_what_hands_integers_on() -> None:
+    assert guess("islands", conv_net()) == edges(
+        *COMPUTE, "r0 pool 0", "p0 add 1", "c2 add 0", "r1 concat 0", "c3 concat 1", "cat average 0", "g flatten 0"
+    )
+
+
+def test_islands_end_where_a_float_operator_stands() -> None:
+    text = """net (float[N,4] x, float[N,4] z) => (float[N,4] y) {
+        [a] p = MatMul(x, w)
+        [turn] t = Transpose <perm=[1,0]> (p)
+        [soft] s = Softmax(t)
+        [back] u = Transpose <perm=[1,0]> (s)
+        [add] v = Add(p, z)
+        [b] y = MatMul(v, w)
+    }"""
+    found = guess("islands", build(text, {"w": normal(4, 4)}))
+    assert found == edges("x a 0", "w a 1", "v b 0", "w b 1", "p turn 0", "t soft 0")
+
+
+@pytest.mark.parametrize("name", ["conv_net", "tapped", "embedding", "attention"])
+def test_static_is_what_quantize_static_does(name: str) -> None:
+    model, quantized = static(name, per_channel=True)
+    theirs = read_placement(model, quantized).placement
+    scales_of_norms = Placement.of(e for e in theirs if e.tensor == "gamma")
+    assert start_placements.static(model, possible_edges(model, ranges(model))) == theirs - scales_of_norms
+    assert len(theirs) > 5
+
+
+def test_an_input_of_a_clamp_that_others_read_is_no_inside() -> None:
+    text = "net (float[N,4] x) => (float[N,4] y) {\n [a] p = MatMul(x, w)\n [relu] r = Relu(p)\n [add] y = Add(r, p) }"
+    assert Edge("p", "relu", 0) in guess("everything", build(text, {"w": normal(4, 4)}))
+
+
+def test_an_operator_with_one_input_that_cannot_be_quantized_gets_no_pair_at_all() -> None:
+    """A weight that is not finite, an activation of unknown range."""
+    bad = normal(4, 4)
+    bad[0, 0] = np.inf
+    text = """net (float[N,4] x, float[N,4] z) => (float[N,4] y) {
+        [a] p = MatMul(x, bad)
+        [b] q = MatMul(z, w)
+        [c] r = MatMul(z, w)
+        [add] s = Add(p, q)
+        [sum] y = Add(s, r)
+    }"""
+    model = build(text, {"bad": bad, "w": normal(4, 4)})
+    some = possible_edges(model, Ranges({t: Range(-1, 1) for t in "xpqrsy"}))
+    assert Edge("x", "a", 0) in some
+    chosen = [START_PLACEMENTS[name](model, some) for name in ("compute", "residual", "islands")]
+    for placement in (*chosen, *placements(model, some).values()):
+        assert not {e.node for e in placement} & {"a", "b", "c"}

@@ -109,16 +109,14 @@ def test_a_pair_on_a_graph_output_that_is_used_inside(inside: bool) -> None:
         assert np.array_equal(mine["second"], exact["second"]) != inside
 
 
-MIXED = """net (float[1,4,8,8] x) => (float[1,4,8,8] y) {
- [sig] t = Sigmoid(x) [down] h = Cast <to=10> (t) [conv] c = Conv (h, w)
- [up] u = Cast <to=1> (c) [add] y = Add (t, u) }"""
-
-
 @pytest.mark.parametrize(("highest", "quantizers"), [(1.0, ["t"]), (1.5, ["h", "t"])])
 def test_values_in_two_float_types_are_quantized_once(highest: float, quantizers: list[str]) -> None:
     """Unless their scales differ by more than rounding."""
     weight = normal(4, 4, 1, 1).astype(np.float16)
-    model = build(MIXED, {"w": weight})
+    text = """net (float[1,4,8,8] x) => (float[1,4,8,8] y) {
+     [sig] t = Sigmoid(x) [down] h = Cast <to=10> (t) [conv] c = Conv (h, w)
+     [up] u = Cast <to=1> (c) [add] y = Add (t, u) }"""
+    model = build(text, {"w": weight})
     placement = Placement.of({Edge("t", "add", 0), Edge("h", "conv", 0), Edge("w", "conv", 1)})
     known = Ranges({"t": Range(0.0, 1.0), "h": Range(0.0, highest)})
     done = insert(model, placement, known, INT8)
@@ -241,10 +239,7 @@ def test_an_engine_without_integer_weights_reads_no_float16_scales() -> None:
         insert(model, placement, ranges(model), replace(INT8, float_weights=True))
 
 
-# How placements are quantized: scales, shared ranges, int32 biases, and clamps that pairs replace
-
-
-# Clamps
+# Clamps that pairs replace
 CLAMPS = """net (float[N,4] x) => (float[N,4] y) {
     [mm] c = MatMul(x, w)
     [clamp] k = CLAMP
@@ -403,13 +398,6 @@ def test_a_bias_that_would_overflow_raises_the_scale_of_its_weight(per_channel: 
 
 
 # Scales
-CHAIN = """net (float[1,4,6,6] x, float[1,4,3,3] z) => (float[1,72] y) {
-    [pool] p = MaxPool <kernel_shape=[2,2], strides=[2,2]> (x)
-    [turn] t = Transpose <perm=[0,2,3,1]> (p)
-    [back] u = Transpose <perm=[0,3,1,2]> (t)
-    [join] c = Concat <axis=1> (u, z)
-    [flat] y = Flatten(c)
-}"""
 CHAIN_RANGES = Ranges({"x": Range(-1, 8), "p": Range(0, 8), "t": Range(0, 8), "u": Range(-0.1, 7), "z": Range(-2, 1),
                        "c": Range(-3, 8), "y": Range(-3, 8)})  # fmt: skip
 
@@ -424,7 +412,14 @@ CHAIN_RANGES = Ranges({"x": Range(-1, 8), "p": Range(0, 8), "t": Range(0, 8), "u
     ],
 )
 def test_tensors_of_value_passing_operators_share_their_range(ops: set[str], groups: list[set[str]]) -> None:
-    model = build(CHAIN)
+    text = """net (float[1,4,6,6] x, float[1,4,3,3] z) => (float[1,72] y) {
+        [pool] p = MaxPool <kernel_shape=[2,2], strides=[2,2]> (x)
+        [turn] t = Transpose <perm=[0,2,3,1]> (p)
+        [back] u = Transpose <perm=[0,3,1,2]> (t)
+        [join] c = Concat <axis=1> (u, z)
+        [flat] y = Flatten(c)
+    }"""
+    model = build(text)
     placement = on(model, *sorted(set().union(*groups)))
     quantized = insert(model, placement, CHAIN_RANGES, replace(PLAIN, shared_scale_ops=frozenset(ops)))
     check(quantized)
@@ -441,16 +436,6 @@ def test_tensors_of_value_passing_operators_share_their_range(ops: set[str], gro
         assert len({int(constant(quantized, found[t][1])) for t in group}) == 1
 
 
-JOINED = """net (float[1,4] x, float[1,4] z) => (float[1,12] y) {
-    [clip] a = Relu(x)
-    [squash] b = Tanh(z)
-    [inner] s = Concat <axis=1> (a, b)
-    [join] c = Concat <axis=1> (s, z)
-    [last] y = Neg(c)
-    [other] unread = Neg(OTHER)
-}"""
-
-
 @pytest.mark.parametrize(
     ("other", "low", "alike"),
     [("x", 0.0, {"absc"}), ("b", 0.0, {"acs", "b"}), ("s", 0.0, {"abs", "c"}), ("x", -0.5, {"bcs", "a"})],
@@ -458,7 +443,15 @@ JOINED = """net (float[1,4] x, float[1,4] z) => (float[1,12] y) {
 )
 def test_what_a_concat_alone_reads_has_its_range_if_near(other: str, low: float, alike: set[str]) -> None:
     """It is copied then, and rounded once; a scale of its own is needed where another node reads it."""
-    model = build(JOINED.replace("OTHER", other))
+    text = """net (float[1,4] x, float[1,4] z) => (float[1,12] y) {
+        [clip] a = Relu(x)
+        [squash] b = Tanh(z)
+        [inner] s = Concat <axis=1> (a, b)
+        [join] c = Concat <axis=1> (s, z)
+        [last] y = Neg(c)
+        [other] unread = Neg(OTHER)
+    }"""
+    model = build(text.replace("OTHER", other))
     own = Ranges({"a": Range(0, 7.8), "b": Range(low, 7.9), "s": Range(low, 7.5), "c": Range(low, 8)})
     fmt = replace(PLAIN, shared_scale_ops=frozenset({"MaxPool"}))
     scales, _ = Quantizer(model, own, fmt).scales(on(model, *"absc"))

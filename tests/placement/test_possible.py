@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from models import INT8, PLAIN, build, conv_net, feeds, known, normal, ranges, run, sqnr
+from models import INT8, PLAIN, build, constant, conv_net, feeds, known, normal, ranges, run, sqnr
 from qdqtune.autotune.region_search import CombinedRegionSearch, patterns_of
 from qdqtune.calibration.scales import Range
 from qdqtune.engines.formats import numeric_format
@@ -200,27 +201,26 @@ def test_wide_ranges_hold_every_value() -> None:
     assert sorted(float(written.constants[q.inputs[1]].array()) * 65535 for q in qs) == pytest.approx([2, 16], rel=1e-4)
 
 
+def pair_on(model: Model, tensor: str) -> tuple[Any, Any]:
+    """The scale and the zero point of the pair on an activation."""
+    q = next(n for n in model.nodes if n.op == "QuantizeLinear" and n.inputs[0] == tensor)
+    return constant(model, q.inputs[1]), constant(model, q.inputs[2])
+
+
 @pytest.mark.parametrize(("op", "scale", "zero"), [("Sigmoid", 2**-16, 0), ("Tanh", 2**-15, 2**15)])
 def test_some_results_have_one_scale_in_16_bits(op: str, scale: float, zero: int) -> None:
     model = build(f"n (float[N,4] x) => (float[N,4] y) {{ [s] t = {op}(x) [r] y = Relu(t) }}")
-    written = insert(model, widened(model), ranges(model), QNN)
-    q = next(n for n in written.nodes if n.op == "QuantizeLinear" and n.inputs[0] == "t")
-    assert written.constants[q.inputs[1]].array() == np.float32(scale)
-    assert written.constants[q.inputs[2]].array() == zero
-    narrow = insert(model, everywhere(model), ranges(model), QNN)
-    q = next(n for n in narrow.nodes if n.op == "QuantizeLinear" and n.inputs[0] == "t")
-    assert narrow.constants[q.inputs[1]].array() != np.float32(scale)
+    assert pair_on(insert(model, widened(model), ranges(model), QNN), "t") == (np.float32(scale), zero)
+    assert pair_on(insert(model, everywhere(model), ranges(model), QNN), "t")[0] != np.float32(scale)
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [(-0.7, 1.4, 4.0), (1.0, 2.0, 4.0), (-7.0, 1.0, 8.0)])
 def test_some_results_have_a_least_scale_in_16_bits(low: float, high: float, expected: float) -> None:
     model = build("n (float[N,4] x) => (float[N,4] y) { [a] p = Abs(x) [l] t = Log(p) [r] y = Relu(t) }")
     known = replace(ranges(model), activations={**ranges(model).activations, "t": Range(low, high)})
-    for placement, spread in ((widened(model), expected), (everywhere(model), max(high, 0.0) - min(low, 0.0))):
-        written = insert(model, placement, known, QNN)
-        q = next(n for n in written.nodes if n.op == "QuantizeLinear" and n.inputs[0] == "t")
-        steps = 65535 if placement.wide else 255
-        assert float(written.constants[q.inputs[1]].array()) * steps == pytest.approx(spread, rel=1e-5)
+    narrow, wide = (pair_on(insert(model, p, known, QNN), "t")[0] for p in (everywhere(model), widened(model)))
+    assert float(narrow) * 255 == pytest.approx(max(high, 0.0) - min(low, 0.0), rel=1e-5)
+    assert float(wide) * 65535 == pytest.approx(expected, rel=1e-5)
 
 
 def test_engines_without_16_bits_and_edges_without_a_pair_refuse_them() -> None:

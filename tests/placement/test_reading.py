@@ -30,8 +30,6 @@ def counts(model: Model) -> Counter[str]:
 
 
 # Our own
-
-
 @pytest.mark.parametrize("name", CASES)
 @settings(derandomize=True, max_examples=12, deadline=None)
 @given(data=st.data())
@@ -66,8 +64,6 @@ def test_our_own_models_are_read_exactly_and_stripped(name: str, data: st.DataOb
 
 
 # Clamps that a quantizer dropped
-
-
 NEVER_NEGATIVE = [
     "Relu(x)", "Sigmoid(x)", "Softmax(x)", "MaxPool<kernel_shape=[1,1]>(r)", "Add(r, r)", "Concat<axis=1>(r, r)",
     "Mul(r, r)", "Add(e, one)", "Clip(x, zero)", "Add(r, one)", "Flatten(r)",
@@ -104,8 +100,6 @@ def test_a_signed_pair_in_front_does_not_hide_a_lost_clamp() -> None:
 
 
 # quantize_static
-
-
 @pytest.mark.parametrize("name", ["conv_net", "attention", "tapped", "embedding"])
 @pytest.mark.parametrize("options", [(), ("per_channel", "reduce_range")])
 def test_quantize_static_is_read_and_reached(name: str, options: tuple[str, ...]) -> None:
@@ -128,8 +122,6 @@ def test_quantize_static_is_read_and_reached(name: str, options: tuple[str, ...]
 
 
 # Other quantizers
-
-
 FLOAT = """net (float[N,3,6,6] x) => (float[N,3,6,6] y) {
     [conv] c = Conv <pads=[1,1,1,1]> (x, w, b)
     [relu] r = Relu(c)
@@ -281,21 +273,19 @@ def test_an_activation_with_several_scales_is_refused(block: str) -> None:
         read_placement(strip_pairs(quantized), quantized)
 
 
-MOVED_WEIGHT = """g (float[2,64] x) => (float[2,8] y) {
-    [x_q] xq = QuantizeLinear(x, sx, zero)
-    [x_dq] xd = DequantizeLinear(xq, sx, zero)
-    [w_dq] wd = DequantizeLinear <axis=0> (w, sw)
-    [turn] wt = Transpose <perm=[1,0]> (wd)
-    [product] y = MatMul(xd, wt)
-}"""
-
-
 def test_the_pair_of_a_weight_behind_a_transpose_is_that_of_the_product() -> None:
     """As exporters write a Linear whose weight has a pair."""
     weight = (np.arange(512) % 255 - 127).astype(np.int8).reshape(8, 64)
     weight[:, 0] = 127
     scales = np.linspace(0.01, 0.02, 8, dtype=np.float32)
-    quantized = build(MOVED_WEIGHT, {"w": weight, "sw": scales, "sx": SCALES["sx"], "zero": SCALES["zero"]})
+    text = """g (float[2,64] x) => (float[2,8] y) {
+        [x_q] xq = QuantizeLinear(x, sx, zero)
+        [x_dq] xd = DequantizeLinear(xq, sx, zero)
+        [w_dq] wd = DequantizeLinear <axis=0> (w, sw)
+        [turn] wt = Transpose <perm=[1,0]> (wd)
+        [product] y = MatMul(xd, wt)
+    }"""
+    quantized = build(text, {"w": weight, "sw": scales, "sx": SCALES["sx"], "zero": SCALES["zero"]})
     model = Rewrites().of(strip_pairs(quantized))
     assert [node.op for node in model.nodes] == ["MatMul"]
     reading = read_placement(model, quantized)

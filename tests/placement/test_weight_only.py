@@ -23,16 +23,6 @@ from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Edge, Placement, WeightFormat
 from weight_only_nets import DYNAMIC
 
-NET = """net (int64[1,3] ids) => (float[1,3,40] logits) {
-    [pick] x = Gather(table, ids)
-    [between] t = Tanh(x)
-    [up] u = MatMul(t, up_weight)
-    [flat] f = Reshape(u, rows)
-    [down] d = Gemm <transB=1> (f, down_weight, bias)
-    [back] b = Reshape(d, shape)
-    [turn] head_weight = Transpose <perm=[1,0]> (table)
-    [head] logits = MatMul(b, head_weight)
-}"""
 DYNAMIC_KERNELS = {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
 WEIGHTS = {Edge("up_weight", "up", 1), Edge("down_weight", "down", 1),
            Edge("head_weight", "head", 1)}  # fmt: skip
@@ -43,7 +33,17 @@ def net(opset: int = 18) -> Model:
     constants = {"table": normal(40, 32), "up_weight": normal(32, 32, scale=0.2, seed=1),
                  "down_weight": normal(32, 32, scale=0.2, seed=2), "bias": normal(32, seed=3),
                  "rows": np.array([3, 32]), "shape": np.array([1, 3, 32])}  # fmt: skip
-    return build(NET, constants, opset)
+    text = """net (int64[1,3] ids) => (float[1,3,40] logits) {
+        [pick] x = Gather(table, ids)
+        [between] t = Tanh(x)
+        [up] u = MatMul(t, up_weight)
+        [flat] f = Reshape(u, rows)
+        [down] d = Gemm <transB=1> (f, down_weight, bias)
+        [back] b = Reshape(d, shape)
+        [turn] head_weight = Transpose <perm=[1,0]> (table)
+        [head] logits = MatMul(b, head_weight)
+    }"""
+    return build(text, constants, opset)
 
 
 def inserter(model: Model) -> Inserter:

@@ -353,12 +353,16 @@ def twice_as_fast(file: str, _: int) -> float:
     return 2.0 if file.startswith("slow") else 1.0
 
 
-def test_two_builds_of_each_file_race_and_are_freed(files: list[Path]) -> None:
+@pytest.mark.parametrize(("most", "builds"), [(file_race.SIDE_BY_SIDE, 2), (1, 1)])
+def test_two_builds_of_each_file_race_and_are_freed_and_one_at_a_time_of_large_files(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch, most: int, builds: int
+) -> None:
+    monkeypatch.setattr(file_race, "SIDE_BY_SIDE", most)
     runner = Script(twice_as_fast)
     race = racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
-    assert race.builds == 4
-    assert sorted(runner.logs) == ["proof_0_fast", "proof_0_slow", "proof_1_fast", "proof_1_slow"]
-    assert runner.held == [4], "one look at all of them side by side"
+    assert (len(race.blocks), race.builds) == (1, 2 * builds)
+    assert sorted(runner.logs) == [f"proof_{n}_{name}" for n in range(builds) for name in ("fast", "slow")]
+    assert runner.held == [2 * builds], "one look at all of them side by side"
     assert not runner.present
     (compared,) = race.compared(0, 1)
     assert (compared.ratio.verdict, compared.ratio.median) == ("faster", pytest.approx(0.5))
@@ -383,15 +387,6 @@ def test_builds_that_differ_as_much_as_the_files_are_followed_by_more(files: lis
     assert race.builds == 16 or race.compared(0, 1)[0].ratio.verdict != "undecided"
     in_haste = racer(Script(uneven), lacks=lambda _: True)
     assert in_haste.race(files, FIRST_AGAINST_SECOND, "proof").builds == 4
-
-
-def test_large_files_have_one_build_at_a_time(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_race, "SIDE_BY_SIDE", 1)
-    runner = Script(twice_as_fast)
-    race = racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
-    assert runner.held == [2]
-    assert (len(race.blocks), race.builds) == (1, 2)
-    assert race.compared(0, 1)[0].ratio.verdict == "faster"
 
 
 def test_blocks_are_kept_by_the_content_of_the_files(files: list[Path], tmp_path: Path) -> None:

@@ -33,16 +33,6 @@ pytestmark = pytest.mark.xdist_group("npu")
 SPEED = ("faster", "speedup", "times as fast", "0x", " ms ")
 """What no result of a run says that timed nothing."""
 
-NETWORK = """net (float[1,8,12,12] x) => (float[1,4] y) {
-    [first] c0 = Conv <pads=[1,1,1,1]> (x, w0)
-    [relu] r0 = Relu(c0)
-    [second] c1 = Conv <pads=[1,1,1,1]> (r0, w1)
-    [third] c2 = Conv <pads=[1,1,1,1]> (c1, w2)
-    [pool] p = GlobalAveragePool(c2)
-    [flatten] f = Flatten(p)
-    [last] y = Gemm(f, w3)
-}"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -51,7 +41,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = np.random.default_rng(0)
     weights = {f"w{i}": draw.standard_normal((8, 8, 3, 3)).astype(np.float32) / 8 for i in range(3)}
     weights["w3"] = draw.standard_normal((8, 4)).astype(np.float32)
-    save(build(NETWORK, weights, opset=17), folder / "m.onnx")
+    text = """net (float[1,8,12,12] x) => (float[1,4] y) {
+        [first] c0 = Conv <pads=[1,1,1,1]> (x, w0)
+        [relu] r0 = Relu(c0)
+        [second] c1 = Conv <pads=[1,1,1,1]> (r0, w1)
+        [third] c2 = Conv <pads=[1,1,1,1]> (c1, w2)
+        [pool] p = GlobalAveragePool(c2)
+        [flatten] f = Flatten(p)
+        [last] y = Gemm(f, w3)
+    }"""
+    save(build(text, weights, opset=17), folder / "m.onnx")
     np.savez(folder / "samples.npz", x=draw.standard_normal((40, 8, 12, 12)).astype(np.float32))
     return folder
 

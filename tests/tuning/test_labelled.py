@@ -27,19 +27,18 @@ from workers import Workers
 
 COUNT = 300
 
-CLASSIFIER = """net (float[1,8,64] x) => (float[1,8] y) {
-    [first] a = MatMul(x, w0)
-    [relu] b = Relu(a)
-    [second] c = MatMul(b, w1)
-    [skip] d = Add(c, b)
-    [third] f = MatMul(d, w2)
-    [pool] y = ReduceMax <keepdims=0> (f, axes)
-}"""
-
 
 def classifier() -> Model:
     weights = {"w0": normal(64, 128, scale=0.1), "w1": normal(128, 128, scale=0.1), "w2": normal(128, 8)}
-    return build(CLASSIFIER, weights | {"axes": np.array([1])})
+    text = """net (float[1,8,64] x) => (float[1,8] y) {
+        [first] a = MatMul(x, w0)
+        [relu] b = Relu(a)
+        [second] c = MatMul(b, w1)
+        [skip] d = Add(c, b)
+        [third] f = MatMul(d, w2)
+        [pool] y = ReduceMax <keepdims=0> (f, axes)
+    }"""
+    return build(text, weights | {"axes": np.array([1])})
 
 
 @pytest.fixture(scope="module")

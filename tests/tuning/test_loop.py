@@ -239,6 +239,8 @@ class TestAModelThatHasPairs:
             tune(settings(model, model=given))
         with pytest.raises(BadOption, match="leave `from_qdq` out"):
             tune(settings(model, from_qdq=True))
+        with pytest.raises(BadOption, match="exclude each other"):
+            settings(model, from_qdq=True, qdq_baseline=model)
 
     def test_its_pairs_are_stripped_and_tried_first_and_the_proof_compares_with_float_and_with_it(
         self, model: Path, given: Path
@@ -352,10 +354,6 @@ class TestAModelThatHasPairs:
         result = tune(settings(model, qdq_baseline=other, node_filter=() if lonely else ("first", "relu")))
         assert result.improved
         assert len(result.history) > 4
-
-    def test_both_ways_at_once_are_refused(self, model: Path) -> None:
-        with pytest.raises(BadOption, match="exclude each other"):
-            settings(model, from_qdq=True, qdq_baseline=model)
 
 
 def pair_scale(proto: onnx.ModelProto, tensor: str) -> str:

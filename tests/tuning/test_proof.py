@@ -1,4 +1,4 @@
-"""The proof: what ships is compared with the user's own file, and copied whole."""
+"""The proof: what ships is compared with the user's own file, and copied whole; of a front, every point is."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,10 +12,12 @@ import pytest
 from onnx import numpy_helper
 
 from qdqtune.commands.tune import result_table
-from qdqtune.errors import BaselineFailed
+from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.constants import inner_tensors
 from qdqtune.graph.loading import load
+from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.reading import read_placement
 from qdqtune.search import best_of
 from qdqtune.tuning import proof
 from qdqtune.tuning.loop import tune
@@ -27,17 +29,16 @@ from workers import Build, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
 
-BRANCHING = """net (bool c, float[300] x) => (float[300] y) {
-    [if] y = If (c) <
-        then_branch = g1 () => (float[300] t) { t = Add(x, then_w) },
-        else_branch = g2 () => (float[300] e) { e = Add(x, else_w) }
-    >
-}"""
-
 
 def branching(path: Path) -> None:
     """A model whose If has tensors in external data in both bodies."""
-    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]>\n{BRANCHING}')
+    text = """net (bool c, float[300] x) => (float[300] y) {
+        [if] y = If (c) <
+            then_branch = g1 () => (float[300] t) { t = Add(x, then_w) },
+            else_branch = g2 () => (float[300] e) { e = Add(x, else_w) }
+        >
+    }"""
+    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]>\n{text}')
     for number, body in enumerate(proto.graph.node[0].attribute):
         name = body.g.node[0].input[1]
         body.g.initializer.append(numpy_helper.from_array(np.full(300, number, np.float32), name))
@@ -56,14 +57,17 @@ def test_a_copy_has_the_external_data_of_bodies(tmp_path: Path) -> None:
         assert load(target).fingerprint == load(source).fingerprint
 
 
-def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(model: Path, workers: Workers) -> None:
-    workers.slower = lambda build: 3 if build.path.name == "optimized_final.onnx" else 1
+@pytest.mark.parametrize(("name", "factor"), [("optimized_final.onnx", 3), ("model.onnx", 0.1)])
+def test_what_fresh_builds_do_not_show_faster_than_the_users_file_does_not_ship(
+    model: Path, workers: Workers, name: str, factor: float
+) -> None:
+    workers.slower = lambda build: factor if build.path.name == name else 1
     result = tune(settings(model))
     assert best_of(result.history).edges
-    assert not result.improved
+    assert (result.improved, result.shipped, result.summary["ratio"]) == (False, "baseline", 1.0)
     assert any("did not prove faster" in note for note in result.notes)
-    assert out(model, "optimized_final.onnx").read_bytes() == out(model, "baseline.onnx").read_bytes()
-    assert result.summary["ratio"] == 1.0
+    files = {path.read_bytes() for path in (model, out(model, "optimized_final.onnx"), out(model, "baseline.onnx"))}
+    assert len(files) == 1
 
 
 def test_a_later_proof_with_a_wider_interval_does_not_replace_a_better_one(model: Path, workers: Workers) -> None:
@@ -87,12 +91,6 @@ def test_a_proof_that_the_machine_fails_is_made_by_the_next_run(model: Path, wor
     assert not out(model, "optimized_final.onnx").exists()
     workers.refused = lambda _: None
     assert tune(settings(model, builds=8, mode="cut")).improved
-
-
-def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, workers: Workers) -> None:
-    workers.slower = lambda build: 0.1 if build.path == model else 1
-    assert tune(settings(model)).shipped == "baseline"
-    assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
 
 
 def test_without_samples_pairs_ship_only_if_asked_to_by_name_and_then_as_unchecked(model: Path) -> None:
@@ -142,3 +140,48 @@ def test_by_rule_nothing_with_pairs_ships_without_samples_either(withholds: bool
     found = proof.chosen_by_rule([cast(Trial, trial)], cast(Run, run))
     assert (found.shipped, found.placement) == (("baseline", Placement()) if withholds else ("tuned", chosen))
     assert written["optimized_final.onnx"] == found.placement
+
+
+def test_points_are_proven_files_that_no_other_beats_until_a_run_without_a_front(model: Path, workers: Workers) -> None:
+    result = tune(settings(model, mode="cut", front=True, builds=25))
+    rows = result.summary["front"]
+    assert len(rows) >= 2
+    assert [row["ratio"] for row in rows] == sorted(row["ratio"] for row in rows)
+    assert [row["sqnr_db"] for row in rows] == sorted(row["sqnr_db"] for row in rows)  # else one would beat another
+    assert all(row["high"] < 1 for row in rows)
+    assert [row["shipped"] for row in rows].count(True) == 1
+    folder = model.parent / "out"
+    for row in rows:
+        recorded = read_placement_file((folder / row["file"]).with_suffix(".yaml"))
+        assert read_placement(load(model), load(folder / row["file"])).placement == recorded.placement
+        assert len({e.tensor for e in recorded.placement}) == row["pairs"]
+    assert {p.name for p in (folder / "front").iterdir()} == {
+        f"{row['name']}{end}" for row in rows for end in (".onnx", ".yaml")
+    }
+    built = sum(build.engine == "fake" for build in workers.builds)
+    singles = 2  # of the float model and of what ships
+    assert built == result.summary["builds"] + result.summary["proof_builds"] + singles
+    assert result.summary["builds"] <= 25
+    (folder / "front" / "mine.onnx").write_text("of the user")
+    tune(settings(model, mode="cut", builds=25))
+    assert [path.name for path in (folder / "front").iterdir()] == ["mine.onnx"], "a run without a front leaves none"
+
+
+def test_what_ships_is_the_fastest_that_holds_the_limits(model: Path) -> None:
+    free = tune(settings(model, mode="cut", front=True, builds=25, min_sqnr=None))
+    fastest, second, *_ = free.summary["front"]
+    assert fastest["shipped"]
+    limit = (fastest["sqnr_db"] + second["sqnr_db"]) / 2
+    held = tune(settings(model, mode="cut", front=True, builds=25, min_sqnr=limit))
+    shipped = next(row for row in held.summary["front"] if row["shipped"])
+    assert shipped["sqnr_db"] >= limit
+    assert all(not row["holds_limits"] for row in held.summary["front"] if row["ratio"] < shipped["ratio"])
+
+
+def test_what_cannot_be_is_one_line(model: Path) -> None:
+    with pytest.raises(BadOption, match="no room for a front"):
+        settings(model, mode="cut", front=True, builds=7)
+    with pytest.raises(BadOption, match="`mode` cut"):
+        settings(model, mode="region", front=True, builds=30)
+    with pytest.raises(BadOption, match="weighs speed against accuracy, which takes samples"):
+        tune(settings(model, mode="cut", front=True, builds=25, calibration_data=None))

@@ -89,8 +89,6 @@ def test_it_is_told_where_rules_do_as_well(of_rules: float, holds: bool, is_told
 
 
 # ---------------------------------------------------------------- whether a file may ship
-
-
 def at(ratio: float, threads: int = 1, spread: float = 0.02) -> Compared:
     """A file that takes this share of the other one's time, known by so much."""
     return Compared(Ratio(ratio, ratio - spread, ratio + spread), 1.0, ratio, threads)

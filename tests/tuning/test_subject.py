@@ -12,18 +12,17 @@ from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.graph.saving import save
 from qdqtune.tuning.subject import check_device
 
-BRANCHING = """net (int64 rate, float[1,8] x) => (float[1,8] y) {
-    [test] is_fast = Equal(rate, fast)
-    [branch] y = If (is_fast) <
-        then_branch = then_graph () => (float[1,8] a) { [one] a = MatMul(x, w) },
-        else_branch = else_graph () => (float[1,8] b) { [two] b = MatMul(x, w) }
-    >
-}"""
-
 
 def write(folder: Path, rates: list[int]) -> Path:
     path = folder / "model.onnx"
-    save(build(BRANCHING, {"fast": np.asarray(16000), "w": normal(8, 8)}), path)
+    text = """net (int64 rate, float[1,8] x) => (float[1,8] y) {
+        [test] is_fast = Equal(rate, fast)
+        [branch] y = If (is_fast) <
+            then_branch = then_graph () => (float[1,8] a) { [one] a = MatMul(x, w) },
+            else_branch = else_graph () => (float[1,8] b) { [two] b = MatMul(x, w) }
+        >
+    }"""
+    save(build(text, {"fast": np.asarray(16000), "w": normal(8, 8)}), path)
     np.savez(path.with_suffix(".npz"), x=normal(len(rates), 1, 8), rate=np.asarray(rates))
     return path
 

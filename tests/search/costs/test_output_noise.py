@@ -8,16 +8,15 @@ from qdqtune.graph.model import Model
 from qdqtune.search.costs.output_noise import QUIETER_FACTOR, Noise
 from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial, WeightFormat
 
-CHAIN = """net (float[4,6] x) => (float[2,12] y) {
-    a = Relu(x)
-    b = Transpose <perm=[1,0]> (a)
-    c = Reshape(b, shape)
-    y = MatMul(c, w)
-}"""
-
 
 def chain() -> Model:
-    return build(CHAIN, {"shape": np.int64([2, 12]), "w": normal(12, 12)})
+    text = """net (float[4,6] x) => (float[2,12] y) {
+        a = Relu(x)
+        b = Transpose <perm=[1,0]> (a)
+        c = Reshape(b, shape)
+        y = MatMul(c, w)
+    }"""
+    return build(text, {"shape": np.int64([2, 12]), "w": normal(12, 12)})
 
 
 def on(*tensors: str) -> Placement:

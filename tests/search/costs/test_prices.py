@@ -21,7 +21,6 @@ from qdqtune.search.costs.prices import UNMEASURED_SHARE, Costs, Price, learn
 from qdqtune.search.costs.table import Table, solve
 from qdqtune.search.costs.units import Decision, Partition, partition, state
 from qdqtune.types import Edge, Layer, Placement, WeightFormat
-from runs import mixed
 from tensorrt_exports import EXPORTS, report_of
 from weight_only_nets import MODEL, SHARES, W4, W8, parts
 
@@ -294,18 +293,6 @@ def test_a_decision_is_read_back_from_its_placement_and_margins_are_to_the_best_
     )
 
 
-def made_up_costs(model: Model) -> tuple[Costs, Noise]:
-    """Arbitrary prices and noise; handing floats over may take less than storing 8 bits."""
-    possible = frozenset(Edge(t, n.name, i) for n in model.nodes for i, t in enumerate(n.inputs)
-                         if t in model.tensors and model.tensors[t].is_float)  # fmt: skip
-    parts = partition(model, possible, [])
-    random = np.random.default_rng(3)
-    prices = tuple(Price(*((1, 0, 0, 0, -0.1) + random.random(5) / 4).tolist()) for _ in parts.units)
-    q, d = ({t: float(random.random()) / 4 for t in parts.edges} for _ in range(2))
-    alone = {t: float(random.lognormal(sigma=2)) for t in sorted({e.tensor for e in possible})}
-    return Costs(parts, prices, q, d), Noise(model, alone)
-
-
 def test_of_decisions_with_equal_time_the_one_with_less_noise_is_taken() -> None:
     steps = "[a] b = MatMul(x, u) [c] d = MatMul(b, v) [e] y = MatMul(d, w)"
     weights = {name: normal(6, 6, seed=seed) for seed, name in enumerate("uvw")}
@@ -326,9 +313,8 @@ def test_of_decisions_with_equal_time_the_one_with_less_noise_is_taken() -> None
 
 
 def test_nothing_is_quantized_where_values_do_not_explain_the_noise() -> None:
-    costs, noise = made_up_costs(mixed())
-    unknown = Noise(noise.model, {}, limit=0.1, simulate=lambda placement: 0.5 if placement else 0.0)
-    assert cut_holding(costs, unknown, 0.1) == Decision()
+    unknown = Noise(MODEL, {}, limit=0.1, simulate=lambda placement: 0.5 if placement else 0.0)
+    assert cut_holding(made_up(3), unknown, 0.1) == Decision()
 
 
 # Layer reports by node and tensor: no time is lost

@@ -20,13 +20,6 @@ from qdqtune.search.costs.rule_costs import (
 )
 from qdqtune.types import Layer, Placement
 
-CHAIN = """n (float[1,4,8,8] x) => (float[1,4,8,8] y) {
-    [first] a = Conv <pads=[1,1,1,1]> (x, w)
-    [relu] b = Relu(a)
-    [second] c = Conv <pads=[1,1,1,1]> (b, v)
-    [add] y = Add(c, b)
-}"""
-
 
 def costs_of(model: Model) -> RuleCosts:
     placed = engine_rules.place(model, possible_edges(model, ranges(model)), "qnn", "int8")
@@ -34,7 +27,13 @@ def costs_of(model: Model) -> RuleCosts:
 
 
 def chain() -> RuleCosts:
-    return costs_of(build(CHAIN, {"w": normal(4, 4, 3, 3), "v": normal(4, 4, 3, 3, seed=1)}))
+    text = """n (float[1,4,8,8] x) => (float[1,4,8,8] y) {
+        [first] a = Conv <pads=[1,1,1,1]> (x, w)
+        [relu] b = Relu(a)
+        [second] c = Conv <pads=[1,1,1,1]> (b, v)
+        [add] y = Add(c, b)
+    }"""
+    return costs_of(build(text, {"w": normal(4, 4, 3, 3), "v": normal(4, 4, 3, 3, seed=1)}))
 
 
 def layer(node: str, elsewhere: str = "") -> Layer:

@@ -1,6 +1,11 @@
-"""What ships is what was measured: a finished run measures nothing again, files that changed do not count."""
+"""How runs go on: after a kill, with another budget, or from a finished result; and which changes are refused."""
 
 import hashlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,28 +15,139 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from conftest import Call
 from models import FORMATS, conv_net
-from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.calibration.scales import Calibration, Range, Ranges
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadState
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search.region import Config
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import store
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
+from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import line_of
 from qdqtune.types import Placement, Trial
-from runs import hopeless, mixed, rows, settings, without_seconds, write
+from runs import environment, hopeless, mixed, rows, settings, timeless, without_seconds, write
 from workers import Build, Workers, in_process
 
-STATE = "autotuner_state.yaml"
+pytestmark = pytest.mark.usefixtures("workers")
+
+
+def command(model: Path, out: Path, *more: str) -> list[str]:
+    data = ["--calibration-data", str(model.with_suffix(".npz"))]
+    fake = ["--engine", "fake", "--engine-option", "asymmetric=true"]
+    search = ["--mode", "region", "--builds", "24", "--calibration-method", "minmax", "--no-bias-correction"]
+    return ["tune", str(model), "-o", str(out), "--no-report", *search, *data, *fake, *more]
+
+
+def killed(model: Path, out: Path, records: int) -> bytes:
+    """Kill a run, with an order of sets of its own, when the state file has that many records: what it held by then."""
+    slow = ("--engine-option", "build_seconds=0.05")  # so that the run cannot end before the signal comes
+    state = out / STATE
+    with subprocess.Popen(
+        [sys.executable, "-m", "qdqtune", *command(model, out, *slow)],
+        env=environment() | {"PYTHONHASHSEED": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as run:  # fmt: skip
+        while not state.exists() or state.read_bytes().count(b"\n") < records:
+            assert run.poll() is None, "it ended too early"
+            time.sleep(0.01)
+        before = state.read_bytes()
+        run.kill()
+    return before[: before.rfind(b"\n") + 1]
+
+
+def test_a_run_that_is_killed_ends_with_the_same_files(model: Path, call: Call) -> None:
+    whole, out = model.parent / "whole", model.parent / "out"
+    assert call(*command(model, whole))[0] == 0
+    held = killed(model, out, 8)
+    assert (out / STATE).read_bytes().startswith(held)
+    assert timeless((whole / STATE).read_bytes()).startswith(timeless(held))
+    assert not (out / "optimized_final.onnx").exists()
+    assert call(*command(model, out))[0] == 0
+    for name in ("autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimized_final.onnx", "placement.yaml"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    assert timeless((out / STATE).read_bytes()) == timeless((whole / STATE).read_bytes())
+
+
+def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> None:
+    whole = tune(settings(model, builds=32, cut_seed=True, output_dir=model.parent / "whole"))
+    for builds in (4, 13, 18, 32):
+        part = tune(settings(model, builds=builds, cut_seed=True))
+        assert part.history[:-4] == whole.history[: len(part.history[:-4])]
+    assert part.history == whole.history
+    states = (rows(model.parent / name / STATE) for name in ("out", "whole"))
+    trials, expected = ([row["key"] for row in state if row["kind"] == "trial"] for state in states)
+    assert trials == expected
+
+
+CHANGES: dict[str, Any] = {
+    "model": lambda model: write(mixed(seed=1), model.parent),
+    "calibration data": lambda model: write(mixed(), model.parent, count=4),
+    "calibration method": {"calibration": Calibration("percentile", 99.9)},
+    "seed": {"seed": 1},
+    "quant type": {"quant_type": "fp8"},
+    "rewrites": {"rewrites": "off"},
+    "engine numbers": {"engine": EngineSpec("fake", {"asymmetric": True})},
+    "regions": {"regions": "topology"},
+    "node filter": {"node_filter": ("first",)},
+    "input shapes": {"input_shapes": {"x": (8, 8, 64)}},
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bytes]]:
+    """A finished run, and its state."""
+    with in_process():
+        model = write(mixed(), tmp_path_factory.mktemp("done"))
+        tune(settings(model, builds=4))
+        yield model, (model.parent / "out" / STATE).read_bytes()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], tmp_path: Path, name: str) -> None:
+    _, state = done
+    model = write(mixed(), tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / STATE).write_bytes(state)
+    change = CHANGES[name]
+    if callable(change):
+        change(model)
+        change = {}
+    with pytest.raises(BadState, match=f"was made with (another )?{re.escape(name)}[ ,]") as refusal:
+        tune(settings(model, builds=4, **change))
+    assert len(str(refusal.value).splitlines()) == 1
+    assert (tmp_path / "out" / STATE).read_bytes() == state
+    assert tune(settings(model, builds=4, restart=True, **change)).history
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"builds": 6},
+        {"time_budget": 100.0},
+        {"time_limit": 9.0},
+        {"min_sqnr": 30.0},
+        {"config": Config(schemes_per_region=9)},
+        {"plan": Plan((7, 20), 0.02, turn_seconds=0.0)},
+        {"plan": Plan((12, 24, 48, 96), turn_seconds=0.0)},
+    ],
+)
+def test_budgets_and_limits_may_change(done: tuple[Path, bytes], change: dict[str, Any]) -> None:
+    model, state = done
+    assert tune(settings(model, **{"builds": 4, **change})).history
+    assert (model.parent / "out" / STATE).read_bytes().startswith(state)
+
+
 MODES: dict[str, dict[str, Any]] = {
     "cut": {"builds": 8, "mode": "cut"},
     "region": {"builds": 16, "mode": "region"},
     "subgraph": {"builds": 8, "mode": "subgraph"},
     "front": {"builds": 25, "mode": "cut", "front": True},
 }
-pytestmark = pytest.mark.usefixtures("workers")
 
 
 def run(model: Path, mode: str = "cut") -> Result:
