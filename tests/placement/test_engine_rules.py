@@ -40,7 +40,7 @@ def weights(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 @settings(derandomize=True, max_examples=15, deadline=None)
 @given(networks())
-def test_rules_take_any_graph(network) -> None:  # type: ignore[no-untyped-def]
+def test_rules_take_any_graph(network) -> None:
     model = network.model()
     possible = possible_edges(model, known(model))
     starts = placements(model, possible).values()
@@ -103,9 +103,7 @@ def test_nothing_inside_a_fusion() -> None:
     [(3, "Relu(image)", True), (16, "Relu(image)", False), (3, "Conv(image, w)", False)],
     ids=["first", "wide enough", "not the first"],
 )
-def test_a_first_convolution_with_a_swish_stays_in_float_on_onnxruntime(
-    channels: int, in_front: str, kept: bool
-) -> None:
+def test_a_first_convolution_with_a_swish_stays_in_float_on_onnxruntime(channels, in_front, kept):
     text = f"""net (float[1,{channels},9,9] image) => (float[1,16,9,9] y) {{
         [front] c = {in_front} [stem] x = Conv(c, v)
         [add] a = Add(x, three) [clip] b = Clip(a, zero, six) [divide] g = Div(b, six) [product] p = Mul(x, g)
@@ -192,9 +190,7 @@ CONVOLUTION = """net (float[1,{0},16,16] x) => (float[A,B,C,D] y) {{
      ((7, 5, 3, 3), 1, True, False, False), ((32, 1, 3, 3), 32, False, True, False),
      ((32, 1, 1, 1), 32, False, False, False)],
 )  # fmt: skip
-def test_tiny_convolutions_stay_in_float(
-    weight: tuple[int, ...], group: int, is_first: bool, int8: bool, fp8: bool
-) -> None:
+def test_tiny_convolutions_stay_in_float(weight, group, is_first, int8, fp8):
     text = CONVOLUTION.format(weight[1] * group, "Exp(x)", group)
     if is_first:
         text = text.replace("[pre] t = Exp(x)\n", "").replace("Conv <group=1> (t", "Conv <group=1> (x")
@@ -384,9 +380,7 @@ PASSES = weights(w=(32, 32, 3, 3), wide=(32, 64, 3, 3)) | {"scales": np.float32(
      ("[m] m = Resize <mode=\"linear\"> (s, , scales)", "resize", "s m 0"),
      ("[m] m = AveragePool <kernel_shape=[2,2]> (s)", "average-pool", "s m 0")],
 )  # fmt: skip
-def test_what_hands_values_on_takes_8_bits_between_quantized_neighbours(
-    operator: str, rule: str, expected: str
-) -> None:
+def test_what_hands_values_on_takes_8_bits_between_quantized_neighbours(operator, rule, expected):
     model = build(PASSING.format(operator, "w", "Exp(q)"), PASSES)
     found = placed(model)
     assert edges(expected) <= found.placement.edges

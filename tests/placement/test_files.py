@@ -1,6 +1,5 @@
 """Files that carry a result to another model."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -130,9 +129,7 @@ WRONG = {
 
 @pytest.mark.parametrize("read", [read_placement_file, read_cache])
 @pytest.mark.parametrize("words", WRONG)
-def test_placements_and_pattern_caches_are_refused_in_one_line(
-    tmp_path: Path, words: str, read: Callable[[Path], object]
-) -> None:
+def test_placements_and_pattern_caches_are_refused_in_one_line(tmp_path, words, read):
     path = tmp_path / "some.yaml"
     path.write_text(WRONG[words], encoding="latin-1")
     with pytest.raises(BadOption, match=words) as refused:

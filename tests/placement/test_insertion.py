@@ -157,9 +157,7 @@ WEIGHTS = [
 
 @pytest.mark.parametrize(("op", "shape", "weight", "axis"), WEIGHTS)
 @pytest.mark.parametrize("fmt", [PLAIN, REDUCED, FP8, replace(PLAIN, per_channel=False)])
-def test_weights_have_a_scale_for_each_output_channel(
-    op: str, shape: tuple[int, ...], weight: tuple[int, ...], axis: int | None, fmt: NumericFormat
-) -> None:
+def test_weights_have_a_scale_for_each_output_channel(op, shape, weight, axis, fmt):
     values = normal(*weight)
     if axis is not None:  # channels of very different size: one scale for all would lose the small ones
         values *= np.logspace(-3, 0, weight[axis], dtype=np.float32).reshape(
@@ -333,7 +331,6 @@ def test_biases_are_int32_with_the_scale_of_the_accumulator(node: str, fmt: Nume
     model, _, found, possible, _ = case("conv_net")
     quantized = insert(model, Placement(possible), found, fmt)
     dq = bias_dq(quantized, node)
-    assert dq is not None
     float_node = model.nodes[model.index_of[node]]
     sx, _ = scale_of(quantized, float_node.inputs[0], node)
     sw, _ = scale_of(quantized, float_node.inputs[1], node)
@@ -383,7 +380,6 @@ def test_a_bias_that_would_overflow_raises_the_scale_of_its_weight(per_channel: 
     quantized = insert(model, Placement.of([Edge("x", "conv", 0), Edge("w", "conv", 1)]), found, fmt)
     check(quantized)
     dq = bias_dq(quantized, "conv")
-    assert dq is not None
     values = constant(quantized, dq.inputs[0])
     sx, sw = scale_of(quantized, "x", "conv")[0], scale_of(quantized, "w", "conv")[0]
     np.testing.assert_array_equal(constant(quantized, dq.inputs[1]), sx * sw)

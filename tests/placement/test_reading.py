@@ -228,9 +228,7 @@ def test_outputs_and_bodies_that_read_a_pair_directly() -> None:
         (np.float32(1), np.uint8(128), 1, True),
     ],
 )
-def test_scales_of_weights_are_kept_if_they_serve_symmetric_channels(
-    scale: np.ndarray, zero: np.ndarray, axis: int, kept: bool
-) -> None:
+def test_scales_of_weights_are_kept_if_they_serve_symmetric_channels(scale, zero, axis, kept):
     """A scale for each row is none for each column, and 127 steps of an uneven pair would cut the weight off."""
     model = build("net (float[N,4] x) => (float[N,4] y) { [mm] y = MatMul(x, w) }", {"w": normal(4, 4)})
     text = f"""net (float[N,4] x) => (float[N,4] y) {{

@@ -39,8 +39,6 @@ from runs import mixed
 from search_loop import PLAN, exact, trials_of
 from weight_only_nets import MODEL, SHARES, W4, W8
 
-BUILDS = 11
-
 
 @dataclass
 class Bench:
@@ -68,7 +66,7 @@ class Bench:
     def measured(self, number: int, proposal: Proposal, against: Placement) -> Trial:
         return exact(number, proposal, against, self.seconds, layers=self.layers(proposal.placement))
 
-    def played(self, builds: int = BUILDS, measured: Callable[..., Trial] | None = None) -> list[Trial]:
+    def played(self, builds: int = 11, measured: Callable[..., Trial] | None = None) -> list[Trial]:
         return trials_of(self.search(), measured or self.measured, builds)
 
 
@@ -336,7 +334,7 @@ def test_a_search_whose_builds_all_fail_ends() -> None:
 
 
 def test_nothing_else_is_tried_and_no_noise_asked_for_where_8_bits_hold() -> None:
-    history = simulated(RuleSearch(costs(), None), by_table(0.01))  # type: ignore[arg-type]
+    history = simulated(RuleSearch(costs(), None), by_table(0.01))
     assert [t.proposal.origin for t in history] == [ALL_8]
     assert history[0].accepted
 

@@ -72,9 +72,7 @@ AROUND = IN_FRONT | Placement.of([Edge("c", "skip")])
         (IN_FRONT, 1.3, "FP32", 0),  # nor do products without a pair behind
     ],
 )
-def test_products_that_are_all_left_in_float_show_that_there_are_no_kernels(
-    two: Model, placement: Placement, ratio: float, precision: str, left: int
-) -> None:
+def test_products_that_are_all_left_in_float_show_that_there_are_no_kernels(two, placement, ratio, precision, left):
     layers = tuple(Layer(n.name, (n.name,), precision, 1.0, "compute") for n in two.nodes)
     measured = Measurement((1.0,) * 12, (ratio,) * 12)
     trial = Trial(1, Proposal("static", placement), Placement(), measured, layers=layers)
@@ -82,9 +80,7 @@ def test_products_that_are_all_left_in_float_show_that_there_are_no_kernels(
 
 
 @pytest.mark.parametrize("mode", ["cut", "region"])
-def test_a_run_ends_after_the_batch_that_shows_it(
-    two: Model, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ends_after_the_batch_that_shows_it(two, tmp_path, mode, monkeypatch):
     monkeypatch.setattr(CostModel, "_runs_in_integers", lambda *_: False)
     result = tune(settings(write(two, tmp_path), mode=mode, cut_seed=True))
     assert [(t.placement.edges != frozenset()) for t in result.history].count(True) == 3
@@ -132,7 +128,6 @@ def test_an_engine_with_16_bits_gets_them_where_8_miss_the_limit(tmp_path: Path)
     assert found.summary["bits"]["tensors_16"] > 0
     assert found.summary["bits"]["weights_16"] > 0
     shown = report_of_run(tmp_path / "out").map
-    assert shown is not None
     assert "16 bits" in {group.state for group in shown.groups}
     regions = settings(path, builds=4, min_sqnr=40.0, output_dir=tmp_path / "b", engine=SIXTEEN_BITS)
     tune(regions, log := Log())

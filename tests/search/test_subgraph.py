@@ -39,7 +39,7 @@ def search_of(model: Model, **changes: object) -> SubgraphSearch:
         gain = 0.5 - unit.number / 1000
         options = (PricedScheme("full", points, 1.0 - gain),) if unit.weights else ()
         profiles[unit.number] = Profile(1.0, options)
-    return SubgraphSearch(select(parts, profiles), **changes)  # type: ignore[arg-type]
+    return SubgraphSearch(select(parts, profiles), **changes)
 
 
 def quantized(parts: Partition, placement: Placement) -> set[str]:

@@ -32,7 +32,7 @@ class File(io.FileIO):
     inode: int
 
     def write(self, data: Any) -> int:
-        how = self.disk.step(os.fspath(self.name), needs_room=True)  # type: ignore[call-overload]
+        how = self.disk.step(os.fspath(self.name), needs_room=True)
         if how in ("torn", "short"):
             whole = memoryview(data).cast("B")
             written = super().write(whole[: len(whole) // 2])
@@ -145,7 +145,7 @@ class Disk:
         if buffering == 0:
             return raw
         buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-        return buffered if "b" in mode else io.TextIOWrapper(buffered, *how, **named)  # type: ignore[arg-type]
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, *how, **named)
 
     def _os_open(self, path: Any, flags: int, *how: Any, **named: Any) -> int:
         if self.is_watching and flags & MADE:

@@ -230,7 +230,7 @@ def play(scenario: Scenario, stage: Stage) -> Played:
             machine.happened = Counter()
             told = Told()
             asked = scenario.world.settings(stage.model)
-            ended = machine.process(faults, lambda asked=asked, told=told: tune(asked, told), asked.time_budget)  # type: ignore[misc]
+            ended = machine.process(faults, lambda asked=asked, told=told: tune(asked, told), asked.time_budget)
             played.happened.update(machine.happened)
             happened = machine.happened.total()
             played.ends[_ending(ended)] += 1

@@ -121,8 +121,8 @@ def evaluated(model: Path, /, **changes) -> Settings:
 
 @pytest.mark.parametrize(("is_over", "kind"), [(True, BadOption), (False, BaselineFailed)])
 def test_a_metric_of_the_float_model_that_the_time_budget_cuts_is_no_failure_of_the_engine(
-    is_over: bool, kind: type[Exception], model: Path, metric: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    is_over, kind, model, metric, monkeypatch
+):
     monkeypatch.setattr("qdqtune.tuning.run.measure", lambda *_: or_raise(Failure("timeout", "took too long")))
     with pytest.raises(kind, match="fails on the float model: took too long"):
         tune(evaluated(model, time_budget=1e-3 if is_over else None))
@@ -197,9 +197,7 @@ class TestAMetricThatTheSearchDidNotAskFor:
         assert not any(t.holds for t in result.history)
 
 
-def test_a_candidate_that_goes_to_the_proof_at_once_is_judged_by_the_metric(
-    model: Path, metric: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_candidate_that_goes_to_the_proof_at_once_is_judged_by_the_metric(model, metric, monkeypatch):
     monkeypatch.setattr(Budget, "room", lambda *_: 0)
     result = tune(evaluated(model, mode="cut", builds=2))
     assert len(result.history) == 1
@@ -247,9 +245,7 @@ def test_first_choices_are_refused_only_where_too_many_differ_beyond_doubt(choic
         (Limits(min_agreement=0.98), Accuracy(agreement=0.979), False),
     ],
 )
-def test_outputs_hold_limits_of_all_samples_of_the_worst_and_of_integers(
-    limits: Limits, accuracy: Accuracy, *, holds: bool
-) -> None:
+def test_outputs_hold_limits_of_all_samples_of_the_worst_and_of_integers(limits, accuracy, holds):
     assert limits.judged(trial(0.5, accuracy=accuracy), [], PLAN, never).holds is holds
 
 

@@ -66,17 +66,11 @@ def verdict(a: Array, b: Array, plan: Plan) -> str:
     return ratio(race(take, 2, plan.looks, leave).pair(0, 1), plan).verdict
 
 
-def verdicts(a: Array, b: Array, plan: Plan = PLAN) -> list[str]:
-    """What races say of each row."""
-    return [verdict(*rows, plan) for rows in zip(a, b, strict=True)]
-
-
 def many_verdicts(a: Array, b: Array, plan: Plan = PLAN) -> Array:
-    """The same for all rows at once, with the ranks that `ratio` takes at each look."""
+    """What races say of each row: all at once, with the ranks that `ratio` takes at each look."""
     found = np.full(len(a), "undecided")
     for look in plan.looks:
         low = ratio(measured(np.arange(1.0, look + 1)), plan).low
-        assert low is not None
         ratios = np.sort(b[:, :look] / a[:, :look], axis=1)
         is_open = found == "undecided"
         found[is_open & (ratios[:, -int(low)] < 1)] = "faster"
@@ -112,15 +106,13 @@ def test_equal_models_win_no_more_often_than_promised(kind: str) -> None:
         assert plausible(int((found == side).sum()), count, PLAN.error)
     decided = np.flatnonzero(found != "undecided")
     some = np.concatenate([decided, np.arange(100)])
-    assert verdicts(a[some], b[some]) == found[some].tolist()
+    assert [verdict(a[row], b[row], PLAN) for row in some] == found[some].tolist()
 
 
 @pytest.mark.parametrize(
     ("speed", "looks", "share"), [(0.95, PLAN.looks, 0.98), (1.05, PLAN.looks, 0.98), (0.5, PLAN.looks[:1], 0.9)]
 )
-def test_a_difference_is_found_under_three_percent_noise_and_a_large_one_at_the_first_look(
-    speed: float, looks: tuple[int, ...], share: float
-) -> None:
+def test_a_difference_is_found_under_three_percent_noise_and_a_large_one_at_the_first_look(speed, looks, share):
     plan = Plan(looks, PLAN.error * len(looks) / len(PLAN.looks))
     found = many_verdicts(*simulated(1000, speed=speed, **NOISES["all"], seed=3), plan)
     assert (found == ("faster" if speed < 1 else "slower")).mean() > share
@@ -149,8 +141,6 @@ def test_the_ends_are_the_tightest_ranks_that_keep_the_error(rounds: int, error:
     plan = Plan(error=error)
     ratios = np.random.default_rng(0).permutation(np.linspace(0.5, 2, rounds))
     found = ratio(measured(ratios), plan)
-    assert found.low is not None
-    assert found.high is not None
     below, above = int((ratios < found.low).sum()), int((ratios > found.high).sum())
     assert below == above
     share = plan.error / len(plan.looks)
@@ -216,13 +206,9 @@ class Field:
         return self.later[model] if model in self.later and number >= self.change else self.seconds[model]
 
 
-def raced(field: Take, models: int, plan: Plan = PLAN) -> Times:
-    return race_candidates(field, models, plan)
-
-
 def test_looks_are_at_preset_rounds_and_all_samples_are_kept_in_order() -> None:
     field = Field(1.0, 1.1, later={1: 0.9}, change=5)
-    times = raced(field, 2)
+    times = race_candidates(field, 2, PLAN)
     assert [rounds for _, rounds in field.asked] == [range(4), range(4, 12), range(12, 20), range(20, 32)]
     pair = times.pair(0, 1)
     assert pair.a == tuple(1.0 + n for n in range(32))
@@ -232,7 +218,7 @@ def test_looks_are_at_preset_rounds_and_all_samples_are_kept_in_order() -> None:
 
 def test_candidates_leave_once_they_are_decided_or_show_no_gain_and_clear_losers_early() -> None:
     field = Field(1.0, 0.5, 1.2, 0.999, 0.95, later={4: 1.01}, change=8)
-    times = raced(field, 5)
+    times = race_candidates(field, 5, PLAN)
     assert [models for models, _ in field.asked][:3] == [(0, 1, 2, 3, 4), (0, 1, 3, 4), (0, 4)]
     assert [len(rounds) for rounds in times.seconds[1:4]] == [12, 4, 12]
     assert ratio(times.pair(0, 2), PLAN).verdict == "slower"

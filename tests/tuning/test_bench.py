@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +99,6 @@ class Script:
 
 @dataclass
 class Setup:
-    folder: Path
     runner: Script
     candidates: Candidates
     store: Store
@@ -126,13 +125,12 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             runner = Script(**script)
             store = stack.enter_context(Store(tmp_path / "state.yaml", {"model": "m"}))
             inserter = Inserter(model, ranges(model), formats.numeric_format("fake", "int8"))
-            engine = cast(Runner, runner)
             folder = stack.enter_context(Scratch(tmp_path))
             candidates = Candidates(inserter, stack.enter_context(ConstantFile(folder / CONSTANTS)))
             conditions = Conditions(plan, SAMPLES, seed=7, model_bytes=1)
-            worker = TrialWorker(engine, candidates, conditions)
+            worker = TrialWorker(runner, candidates, conditions)
             bench = Bench(WorkerPool([worker]), store, conditions)
-            return Setup(tmp_path, runner, candidates, store, bench, placements)
+            return Setup(runner, candidates, store, bench, placements)
 
         yield make
 
@@ -169,14 +167,16 @@ def test_a_trial_with_fewer_rounds_than_a_first_look_is_measured_again(opened: O
     assert len(enough.result.a) >= 12
 
 
-def test_a_file_that_another_worker_has_deleted_is_written_again(candidates: Candidates) -> None:
+def test_a_file_that_another_worker_has_deleted_is_written_again(opened: Open) -> None:
     """A worker that was lost still holds builds when it goes on alone; its engine builds them again."""
-    lost, other = (TrialWorker(cast(Runner, Script()), candidates, Conditions(Plan(), SAMPLES, 7)) for _ in range(2))
-    held = lost.load(ALL, "metric")
-    other.load(ALL, "trial")
-    other.drop(ALL)
+    setup = opened()
+    how, placement = (setup.candidates, Conditions(Plan(), SAMPLES, 7)), setup.placements[0]
+    lost, other = (TrialWorker(Script(), *how) for _ in range(2))
+    held = lost.load(placement, "metric")
+    other.load(placement, "trial")
+    other.drop(placement)
     assert not held.path.exists()
-    assert lost.load(ALL, "metric") == held
+    assert lost.load(placement, "metric") == held
     assert held.path.exists()
 
 
@@ -194,12 +194,9 @@ def second_build(stage: Any) -> dict[str, Any]:
         *((second_build(stage), stage, False) for stage in ("crash", "timeout", "resources")),
     ],
 )
-def test_a_failure_is_a_reasoned_result_that_the_next_run_knows_unless_it_is_transient(
-    opened: Open, script: dict[str, Any], stage: str, *, is_kept: bool
-) -> None:
+def test_a_failure_is_a_reasoned_result_that_the_next_run_knows_unless_it_is_transient(opened, script, stage, is_kept):
     setup = opened(**script)
     trial, _ = setup.measure(1, setup.placements[0])
-    assert isinstance(trial.result, Failure)
     assert trial.result.stage == stage
     assert judge(trial, Plan()) is None
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest}
@@ -270,9 +267,7 @@ def test_where_a_race_fails_each_candidate_races_alone(opened: Open) -> None:
     assert [isinstance(trial.result, Failure) for trial in trials] == [False, True]
 
 
-def test_candidates_that_do_not_fit_into_memory_together_are_built_and_stored_one_by_one(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_candidates_that_do_not_fit_into_memory_together_are_built_and_stored_one_by_one(opened, monkeypatch):
     monkeypatch.setattr("qdqtune.tuning.bench.TOGETHER", 2)
     setup = opened(speed=lambda file, _: 1.0 if file == FLOAT.digest else 1.1)
     proposals = [Proposal("test", placement) for placement in setup.placements[:3]]
@@ -304,22 +299,12 @@ def test_the_first_worker_goes_on_alone_even_if_it_was_lost() -> None:
         assert is_lost.wait(60)
 
     pool = WorkerPool([first, second])
-    bench = Bench(cast(Any, pool), cast(Any, None), cast(Any, None))
+    bench = Bench(pool, None, None)
     assert len(list(pool.results([work, work]))) == 2
     assert [*pool] == [second]
     bench.stand_alone()
     assert closed == [1]
-    assert bench._runner is cast(Any, first.runner)
-
-
-MODEL = mixed()
-ALL = Placement.of(possible_edges(MODEL, ranges(MODEL)))
-
-
-@pytest.fixture
-def candidates(tmp_path: Path) -> Iterator[Candidates]:
-    with ConstantFile(tmp_path / CONSTANTS) as constants:
-        yield Candidates(Inserter(MODEL, ranges(MODEL), formats.numeric_format("fake", "int8")), constants)
+    assert bench._runner is first.runner
 
 
 # Races of files against an engine whose builds and rounds are scripted
@@ -346,7 +331,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def racer(runner: Script, **more: Any) -> Racer:
-    return Racer(cast(Runner, runner), PLAN, 7, (View(None, (1.0,)),), **{"builds": 2, **more})
+    return Racer(runner, PLAN, 7, (View(None, (1.0,)),), **{"builds": 2, **more})
 
 
 def twice_as_fast(file: str, _: int) -> float:
@@ -354,9 +339,7 @@ def twice_as_fast(file: str, _: int) -> float:
 
 
 @pytest.mark.parametrize(("most", "builds"), [(file_race.SIDE_BY_SIDE, 2), (1, 1)])
-def test_two_builds_of_each_file_race_and_are_freed_and_one_at_a_time_of_large_files(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch, most: int, builds: int
-) -> None:
+def test_two_builds_of_each_file_race_and_are_freed_and_one_at_a_time_of_large_files(files, monkeypatch, most, builds):
     monkeypatch.setattr(file_race, "SIDE_BY_SIDE", most)
     runner = Script(twice_as_fast)
     race = racer(runner).race(files, FIRST_AGAINST_SECOND, "proof")
@@ -404,9 +387,7 @@ def test_blocks_are_kept_by_the_content_of_the_files(files: list[Path], tmp_path
         assert silent.logs, "rounds of another plan"
 
 
-def test_what_is_wide_is_made_narrower_in_the_session_that_has_time_for_it_and_not_again(
-    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wide_is_made_narrower_in_the_session_that_has_time_for_it_and_not_again(files, tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
 
@@ -425,9 +406,7 @@ def test_what_is_wide_is_made_narrower_in_the_session_that_has_time_for_it_and_n
 
 
 @pytest.mark.parametrize(("stage", "lacks", "tries"), [("crash", False, 3), ("crash", True, 1), ("build", False, 1)])
-def test_only_a_transient_failure_is_tried_again_while_there_is_time(
-    files: list[Path], stage: Any, *, lacks: bool, tries: int
-) -> None:
+def test_only_a_transient_failure_is_tried_again_while_there_is_time(files, stage, lacks, tries):
     runner = Script(twice_as_fast, failures=[Failure(stage, "gone")] * 2)
     race = racer(runner, lacks=lambda _: lacks)
     if tries == 3:
@@ -439,9 +418,7 @@ def test_only_a_transient_failure_is_tried_again_while_there_is_time(
     assert not runner.present
 
 
-def test_a_race_that_ended_early_for_want_of_time_is_run_again_by_the_next_session(
-    files: list[Path], tmp_path: Path
-) -> None:
+def test_a_race_that_ended_early_for_want_of_time_is_run_again_by_the_next_session(files, tmp_path):
     for lacks, rounds in ((True, 12), (False, 20)):
         with Store(tmp_path / "state.yaml", {"model": "m"}) as store:
             script = Unsteady(twice_as_fast)
@@ -465,9 +442,7 @@ def test_the_file_that_does_not_run_alone_is_to_blame(files: list[Path]) -> None
     assert not runner.present
 
 
-def test_percentiles_are_those_of_single_inferences_weighted_by_the_calls_of_a_view(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_percentiles_are_those_of_single_inferences_weighted_by_the_calls_of_a_view(files, monkeypatch):
     seconds = np.array([[n / 1000, 1.0] for n in range(1, 101)])  # [inference, call]
     assert Tail.of(seconds, (1.0, 0.0)) == Tail(*map(pytest.approx, (50.0, 90.0, 99.0)))
     assert Tail.of(seconds, (0.5, 0.5)) == Tail(100.0, 1000.0, 1000.0)

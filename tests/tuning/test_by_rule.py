@@ -157,9 +157,7 @@ def test_searches_that_need_times_are_refused(folder: Path, more) -> None:
 
 
 @pytest.mark.parametrize(("processor", "is_timed"), [("aarch64", True), ("x86_64", False)])
-def test_on_another_machine_its_processor_tells_whether_the_search_goes_by_time(
-    folder: Path, processor: str, is_timed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_another_machine_its_processor_tells_whether_a_search_goes_by_time(folder, processor, is_timed, monkeypatch):
     there = replace(this_machine(), machine=processor, where="board")
     monkeypatch.setattr("qdqtune.engines.remote.Destination.facts", lambda _: there)
     found = options(folder, "far", on="board").settings()

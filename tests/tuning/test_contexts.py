@@ -39,6 +39,8 @@ def is_final(build: Build, count: int) -> bool:
 
 
 # What is proven
+
+
 def test_a_result_is_proven_at_each_number_of_threads(model: Path) -> None:
     result = run(model, (4, 1))
     assert result.improved
@@ -75,6 +77,8 @@ def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) ->
 
 
 # What counts
+
+
 def test_the_error_is_shared_by_the_numbers_at_which_a_file_may_win(model: Path) -> None:
     one, two = settings(model, engine=ONE), settings(model, engine=ONE, threads=(1, 2))
     assert two.proof_plan.error == one.proof_plan.error / 2
@@ -104,6 +108,8 @@ def test_numbers_that_nothing_can_be_proven_at(model: Path, engine: str, asked: 
 
 
 # What is told
+
+
 @pytest.mark.parametrize(("at_four", "threads", "is_told"), [(8.0, None, True), (8.0, (4,), False), (1.0, None, False)])
 def test_a_float_model_that_is_faster_at_one_thread_is_told_of(
     model: Path,

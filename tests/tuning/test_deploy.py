@@ -19,7 +19,7 @@ from conftest import Call
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.library_settings import library_settings, script_of
 from qdqtune.errors import BadOption
-from qdqtune.tuning.deploy import DeploySettings, read_settings
+from qdqtune.tuning.deploy import read_settings
 from runs import mixed, write
 from tensorrt_fakes import install
 from trtexec_stand_in import stand_in
@@ -114,16 +114,13 @@ def with_kit(folder: Path, tuned: Path, engine: str, described: dict[str, str], 
     shutil.copytree(tuned.parent / "out", folder)
     spec, settings = EngineSpec(engine, options), read_settings(folder)
     renewed = msgspec.structs.replace(settings, library=library_settings(spec, described, {}))
-    assert isinstance(renewed, DeploySettings)
     (folder / "deploy" / "settings.json").write_bytes(msgspec.json.encode(renewed))
     (folder / "deploy" / "run.py").write_text(script_of(spec))
     return folder / "deploy" / "run.py"
 
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.16.1", "11.4.0"])
-def test_the_script_of_tensorrt_fits_each_version(
-    version: str, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_of_tensorrt_fits_each_version(version, tuned, tmp_path, monkeypatch, capsys):
     trt, _ = install(monkeypatch, version)
     more = {"workspace_mb": 3, "builder_level": 5, "plugin_libraries": [str(tmp_path / "my.so")]}
     script = with_kit(tmp_path / "out", tuned, "tensorrt", {"version": version}, **more)

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -211,9 +210,7 @@ class TestCompare:
         [({"max_drop": 0.1}, "`max_drop` is about a metric"), ({"labels": np.arange(COUNT)}, "is no class of output y"),
          ({"metric": "top1:z"}, "names no output"), ({"evaluate": "nowhere:f"}, "cannot import `evaluate`")],
     )  # fmt: skip
-    def test_labels_and_options_are_checked_before_anything_is_built(
-        self, files: list[Path], data, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], told: str
-    ) -> None:
+    def test_labels_and_options_are_checked_before_anything_is_built(self, files, data, monkeypatch, asked, told):
         monkeypatch.setattr(
             "qdqtune.commands.compare.compare_files", lambda *_, **__: pytest.fail("something was built")
         )

@@ -155,9 +155,7 @@ def test_if_the_engine_refuses_the_users_file_the_baseline_is_compared(model: Pa
 
 
 @pytest.mark.parametrize("front", [False, True])
-def test_a_candidate_that_does_not_run_as_a_finished_file_costs_no_other(
-    model: Path, workers: Workers, *, front: bool
-) -> None:
+def test_a_candidate_that_does_not_run_as_a_finished_file_costs_no_other(model, workers, front):
     broken: list[Path] = []
 
     def refused(build: Build) -> str | None:
@@ -242,9 +240,7 @@ class TestAModelThatHasPairs:
         with pytest.raises(BadOption, match="exclude each other"):
             settings(model, from_qdq=True, qdq_baseline=model)
 
-    def test_its_pairs_are_stripped_and_tried_first_and_the_proof_compares_with_float_and_with_it(
-        self, model: Path, given: Path
-    ) -> None:
+    def test_its_pairs_are_stripped_and_tried_first_and_the_proof_compares_with_float_and_with_it(self, model, given):
         placement = start_placements.compute_inputs(load(model), possible(model))
         before = given.read_bytes()
         result = tune(settings(model, model=given, from_qdq=True))
@@ -253,16 +249,13 @@ class TestAModelThatHasPairs:
         assert not is_quantized(load(out(model, "baseline.onnx")))
         assert given.read_bytes() == before
         assert result.improved
-        assert result.ratio is not None
         final = cost(out(model, "optimized_final.onnx"))
         assert result.ratio.median == pytest.approx(final / cost(model))
         assert result.summary["ratio_to_given"] == pytest.approx(final / cost(given))
         assert final < cost(given)
         assert result.summary["proof_builds"] == PROOF_BUILDS + 3
 
-    def test_it_is_refused_if_it_is_not_read_rightly(
-        self, model: Path, given: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_it_is_refused_if_it_is_not_read_rightly(self, model, given, monkeypatch):
         """Nothing that is measured of the pairs would be true of the file."""
         monkeypatch.setattr("qdqtune.tuning.subject.strip_pairs", lambda _: doubled(load(model)))
         with pytest.raises(BadModel, match="tune the float model"):
@@ -335,9 +328,7 @@ class TestAModelThatHasPairs:
         assert note.startswith("qdq.onnx does not hold the limits on accuracy: the output SQNR of all samples is ")
 
     @pytest.mark.parametrize(("max_drop", "shipped", "after"), [(None, "given", 0.0), (0.1, "baseline", 1.0)])
-    def test_the_metric_of_the_file_itself_decides(
-        self, model: Path, destroyed: Path, max_drop: float | None, shipped: str, after: float
-    ) -> None:
+    def test_the_metric_of_the_file_itself_decides(self, model, destroyed, max_drop, shipped, after):
         metric = model.parent / "metric.py"
         metric.write_text(
             f"import numpy as np\nX = np.load({str(model.with_suffix('.npz'))!r})['x'][0]\n"
@@ -423,15 +414,8 @@ def test_a_metric_that_fails_is_told_before_calibration(tmp_path: Path, body: st
     ],
 )
 def test_half_precision_that_nobody_asked_for_ships_by_what_its_own_file_computes(
-    make: Callable[[], Model],
-    fast: str,
-    tmp_path: Path,
-    workers: Workers,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    is_exact: bool,
-    has_metric: bool,
-) -> None:
+    make, fast, tmp_path, workers, monkeypatch, is_exact, has_metric
+):
     class Inexact(WatchedModel):
         def run(self, inputs: Any) -> dict[str, Any]:
             return {name: 1.5 * array for name, array in super().run(inputs).items()}

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,8 +22,7 @@ from qdqtune.search import best_of
 from qdqtune.tuning import proof
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.proof import copy_model
-from qdqtune.tuning.run import Run
-from qdqtune.types import Accuracy, Edge, Placement, Trial
+from qdqtune.types import Accuracy, Edge, Placement
 from runs import out, settings
 from workers import Build, Workers
 
@@ -58,9 +57,7 @@ def test_a_copy_has_the_external_data_of_bodies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "factor"), [("optimized_final.onnx", 3), ("model.onnx", 0.1)])
-def test_what_fresh_builds_do_not_show_faster_than_the_users_file_does_not_ship(
-    model: Path, workers: Workers, name: str, factor: float
-) -> None:
+def test_what_fresh_builds_do_not_show_faster_than_the_users_file_does_not_ship(model, workers, name, factor):
     workers.slower = lambda build: factor if build.path.name == name else 1
     result = tune(settings(model))
     assert best_of(result.history).edges
@@ -137,7 +134,7 @@ def test_by_rule_nothing_with_pairs_ships_without_samples_either(withholds: bool
         candidates=SimpleNamespace(write_whole=lambda placement, path: written.update({path.name: placement})),
         given=SimpleNamespace(check=lambda: None),
     )
-    found = proof.chosen_by_rule([cast(Trial, trial)], cast(Run, run))
+    found = proof.chosen_by_rule([trial], run)
     assert (found.shipped, found.placement) == (("baseline", Placement()) if withholds else ("tuned", chosen))
     assert written["optimized_final.onnx"] == found.placement
 

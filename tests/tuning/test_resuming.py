@@ -227,9 +227,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, ...]:
 
 @pytest.mark.parametrize("how", ["changed", "cut", "gone"])
 @pytest.mark.parametrize("when", ["trial_001", "final_1_optimized_final"])
-def test_weights_that_change_while_a_run_is_on_are_noticed(
-    model: Path, workers: Workers, undisturbed: tuple[Trial, ...], how: str, when: str
-) -> None:
+def test_weights_that_change_while_a_run_is_on_are_noticed(model, workers, undisturbed, how, when):
     weights = model.parent / "weights.bin"
     onnx.save(onnx.load(model), model, save_as_external_data=True, location=weights.name, size_threshold=0)
     whole = weights.read_bytes()

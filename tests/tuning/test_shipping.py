@@ -54,9 +54,7 @@ class TestAgainstTheBestSoFar:
             (0.98, 37.0, None, False),  # the user's metric was not asked
         ],
     )
-    def test_what_cannot_be_told_apart_is_taken_if_it_is_more_exact(
-        self, ratio: float, db: float, holds: bool | None, taken: bool
-    ) -> None:
+    def test_what_cannot_be_told_apart_is_taken_if_it_is_more_exact(self, ratio, db, holds, taken):
         (told,) = accepted([trial(2, ratio, db, spread=0.1, holds=holds)], PLAN, self.best)
         assert told.accepted is taken
 
@@ -183,9 +181,7 @@ def test_finalists_are_the_best_of_the_search_and_then_the_fastest_that_hold_the
         ([], 27.0, {}, False),  # of another race, with medians that are too far apart
     ],
 )
-def test_of_files_equally_fast_the_more_accurate_ships_and_then_the_smaller(
-    to_fast: list[Compared], db: float, more: dict[str, Any], ships: bool
-) -> None:
+def test_of_files_equally_fast_the_more_accurate_ships_and_then_the_smaller(to_fast, db, more, ships):
     fast = tried(0.5, 1, trial=trial(1, 0.5, 21.0), nbytes=100)
     to_rivals = {fast.placement: tuple(to_fast)} if to_fast else {}
     other = replace(tried(0.52, 2, trial=trial(2, 0.52, db), to_rivals=to_rivals, nbytes=100), **more)

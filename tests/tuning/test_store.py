@@ -93,9 +93,7 @@ def test_values_are_found_again_in_their_order_and_every_line_is_json(path: Path
 
 
 @pytest.mark.parametrize(("stage", "sessions"), [("build", 1), ("output", 1), ("timeout", 3), ("crash", 3)])
-def test_a_failure_takes_the_place_of_a_value_for_this_session_only_if_it_may_pass(
-    path: Path, stage: Any, sessions: int
-) -> None:
+def test_a_failure_takes_the_place_of_a_value_for_this_session_only_if_it_may_pass(path, stage, sessions):
     asked = []
 
     def compute() -> float:
@@ -110,9 +108,7 @@ def test_a_failure_takes_the_place_of_a_value_for_this_session_only_if_it_may_pa
 
 
 @pytest.mark.parametrize("caveat", [Caveat(is_hurried=True), Caveat(is_lost=True)])
-def test_what_was_found_in_a_hurry_or_lacks_something_is_computed_anew_by_the_next_session(
-    path: Path, caveat: Caveat
-) -> None:
+def test_what_was_found_in_a_hurry_or_lacks_something_is_computed_anew_by_the_next_session(path, caveat):
     with Store(path, RUN) as store:
         assert [store.memo("x", float, lambda: value, caveat) for value in (1.0, 2.0)] == [1.0] * 2  # noqa: B023
     with Store(path, RUN) as store:

@@ -28,7 +28,7 @@ from qdqtune.tuning.subgraph_groups import Resolved, borders, by_rules, extract,
 from qdqtune.types import Layer
 from runs import cost, mixed, mixed_run, settings, write
 from trtexec_stand_in import calls, stand_in
-from workers import Build, Workers
+from workers import Build
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -140,9 +140,7 @@ def test_groups_that_do_not_build_are_listed_and_skipped(tmp_path: Path) -> None
     assert result.improved
 
 
-def test_a_group_that_is_timed_when_the_time_is_over_ends_with_the_scheme_in_hand(
-    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_is_timed_when_the_time_is_over_ends_with_the_scheme_in_hand(tmp_path, workers, monkeypatch):
     late = [False]
     monkeypatch.setattr(prepare.time, "monotonic", lambda: 1e9 * late[0])
 
@@ -244,7 +242,7 @@ def test_a_border_of_unknown_type_is_refused() -> None:
 
 
 def layer(name: str, *nodes: str, kind: str = "compute") -> Layer:
-    return Layer(name, nodes, "FP32", 1.0, kind)  # type: ignore[arg-type]
+    return Layer(name, nodes, "FP32", 1.0, kind)
 
 
 def exported(folder: Path, *names: str) -> Path:

@@ -81,11 +81,11 @@ class Described:
 def test_without_a_gpu_the_error_names_other_commands(engine: str, device: str | Exception) -> None:
     way = "quantize MODEL --engine tensorrt.*check quantized.onnx --engine tensorrt-rtx --engine-option target=sm89"
     with pytest.raises(EngineUnavailable, match=way):
-        check_device(EngineSpec(engine), Described(device))  # type: ignore[arg-type]
+        check_device(EngineSpec(engine), Described(device))
 
 
 def test_engines_with_a_device_are_accepted() -> None:
-    check_device(EngineSpec("onnxruntime"), Described("CPU"))  # type: ignore[arg-type]
+    check_device(EngineSpec("onnxruntime"), Described("CPU"))
     for error in (EngineUnavailable("no plug-in"), BadOption("no such option")):
         with pytest.raises(type(error), match=rf"^{error}$"):
-            check_device(EngineSpec("openvino"), Described(error))  # type: ignore[arg-type]
+            check_device(EngineSpec("openvino"), Described(error))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,7 +13,7 @@ from qdqtune.calibration.scales import Calibration, Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.engines.formats import numeric_format, weight_formats
-from qdqtune.engines.runner import Runner, as_workloads
+from qdqtune.engines.runner import as_workloads
 from qdqtune.errors import EngineRefused, Failure
 from qdqtune.explanation.page import write_report
 from qdqtune.graph.model import Model
@@ -48,7 +48,7 @@ def model(products: int = 2) -> Model:
 
 def subject(graph: Model) -> Subject:
     known = {"shaped": graph, "numbers": numeric_format("onnxruntime", "int8"), "mix": as_workloads({})}
-    return cast(Subject, SimpleNamespace(**known, possible=possible_edges(graph, ranges(graph))))
+    return SimpleNamespace(**known, possible=possible_edges(graph, ranges(graph)))
 
 
 class Telling:
@@ -89,7 +89,7 @@ def shares_of(
 ) -> Any:
     settings, told = Settings(tmp_path / "m.onnx", **said), lambda: layers or LAYERS
     with Store(tmp_path / "state.yaml", {}) as store:
-        return asked.format_shares(subject(graph), settings, cast(Runner, telling), store, told)
+        return asked.format_shares(subject(graph), settings, telling, store, told)
 
 
 def test_formats_that_are_refused_not_fused_or_slow_are_not_searched_for(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None
         raise EngineRefused(Failure("build", "no more to see"))
 
     settings = Settings(tmp_path / "m.onnx", formats=("w4b32",))
-    engine = cast(Runner, SimpleNamespace(report=report, feed=lambda _: None, mix=()))
+    engine = SimpleNamespace(report=report, feed=lambda _: None, mix=())
     with Store(tmp_path / "state.yaml", {}) as store:
         assert asked.format_shares(own, settings, engine, store, lambda: LAYERS) == {}
     assert asked_of[0] == ([(1, 0.75), (64, 0.25)], f"weight_formats_1+64x{SIZE}x{SIZE}_1")
@@ -223,13 +223,11 @@ def run_of(tmp_path: Path, **more: Any) -> Run:
         "observer": Silent(),
         "execution": EXECUTION,
     }
-    return cast(Run, SimpleNamespace(**usual | more))
+    return SimpleNamespace(**usual | more)
 
 
 @pytest.mark.parametrize(("deadline", "is_cut_short"), [(None, False), (0.0, True)])
-def test_tensors_that_a_time_budget_could_not_tell_apart_are_measured_again(
-    deadline: float | None, is_cut_short: bool, tmp_path: Path
-) -> None:
+def test_tensors_that_a_time_budget_could_not_tell_apart_are_measured_again(deadline, is_cut_short, tmp_path):
     run, caveat = run_of(tmp_path, budget=SimpleNamespace(builds=1, deadline=deadline)), Caveat()
     assert rounding_noise._Alone(run, 0.0, 0.5).measured("storing weights", dict.fromkeys(SHARES, W8), caveat)
     assert caveat == Caveat(is_hurried=is_cut_short)
@@ -251,6 +249,5 @@ def test_that_of_dynamic_quantization_includes_the_activations(tmp_path: Path) -
     shares = {edge: {W8: 0.6, dynamic: 0.4} for edge in SHARES}
     with Store(tmp_path / "state.yaml", {}) as store:
         noise = noise_of(run_of(tmp_path, format_shares=shares, store=store))
-    assert noise is not None
     for edge in SHARES:
         assert 1.1 * noise.of_weight(edge, W8) < noise.of_weight(edge, dynamic) < 10 * noise.of_weight(edge, W8)

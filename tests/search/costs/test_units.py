@@ -135,7 +135,7 @@ def by_the_rules(model: Model) -> Partition:
 def alone(parts: Partition, unit: Unit) -> tuple[Model, frozenset[Edge]]:
     """A group as a model, and where pairs may stand in it."""
     known = {name: info.shape for name, info in parts.model.tensors.items() if info.shape and None not in info.shape}
-    part = extract(parts.model, unit.nodes, Resolved(known), {})  # type: ignore[arg-type]
+    part = extract(parts.model, unit.nodes, Resolved(known), {})
     own = {e for e in parts.possible if e.node in part.index_of}
     return part, frozenset(own | {Edge(t, "", k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)})
 
@@ -172,7 +172,7 @@ def test_a_scheme_means_the_same_edges_in_every_equal_group() -> None:
 
 
 def layer(name: str, ms: float, kind: str = "compute", *nodes: str) -> Layer:
-    return Layer(name, nodes, "", ms, kind)  # type: ignore[arg-type]
+    return Layer(name, nodes, "", ms, kind)
 
 
 def test_reformats_and_conversions_at_the_border_are_no_part_of_a_groups_own_time() -> None:
@@ -292,7 +292,6 @@ def test_weights_in_fewer_bits_are_schemes_of_a_group() -> None:
     assert chosen.placement() == Placement.of((), [(edge, w4) for edge in ways])
     assert chosen.savings() == pytest.approx({0: 0.69, 2: 0.69})
     option = chosen.option(2)
-    assert option is not None
     assert option.scheme == "weights as w4b32"
 
     search = SubgraphSearch(chosen)
