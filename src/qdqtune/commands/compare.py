@@ -53,6 +53,7 @@ from qdqtune.numerics.scores import (
     metric_json,
     samples_to_tell,
     scores_of,
+    too_few_to_tell,
 )
 from qdqtune.options import COUNT, SWITCH, Options, ValuesByInput, number
 from qdqtune.timing.limits import Limits
@@ -125,10 +126,14 @@ class GateOptions(Options):
                 yield Gated(file, limit, "undecided", "the outputs hold integers: `min_agreement` is about these")
             elif limits.min_agreement is not None and equal_share(accuracy) is None:
                 yield Gated(file, limit, "undecided", "no output holds integers or scores of classes (`scores`)")
+            elif (missed := limits.missed(accuracy)) is not None:
+                yield Gated(file, limit, "missed", missed)
+            elif limits.min_agreement is None:
+                yield Gated(file, limit, "holds", decibels(accuracy.sqnr_db))
+            elif (doubtful := too_few_to_tell(accuracy, limits.min_agreement)) is not None:
+                yield Gated(file, limit, "undecided", doubtful)
             else:
-                missed, sqnr, share = limits.missed(accuracy), accuracy.sqnr_db, equal_share(accuracy)
-                held = f"{share:.1%}" if limits.min_agreement is not None and share is not None else decibels(sqnr)
-                yield Gated(file, limit, "missed" if missed else "holds", missed or held)
+                yield Gated(file, limit, "holds", f"{equal_share(accuracy):.1%}")
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,21 @@ def agrees(accuracy: Accuracy, least: float) -> bool:
     return accuracy.top1 is None or not count or not are_too_many((1 - accuracy.top1) * count, count, least)
 
 
+def too_few_to_tell(accuracy: Accuracy, least: float) -> str | None:
+    """A note if fewer best classes than the share `least` are as in float, and `least` is held all the same, because so
+    few samples cannot tell the two shares apart; and how many samples could. None otherwise."""
+    share = accuracy.top1
+    if share is None or share >= least or not agrees(accuracy, least):
+        return None
+    count = accuracy.choices if accuracy.independent is None else accuracy.independent
+    needed = Z2 * least * (1 - least) / (least - share) ** 2
+    could = ceil(accuracy.samples * max(1.0, needed / count))
+    return (
+        f"{share:.1%} of the best classes are as in float, and {100 * least:.4g}% are asked for: "
+        f"{accuracy.samples} samples cannot tell the two apart, so it passes; about {could:,} could"
+    )
+
+
 def are_too_many(others: float, choices: float, least: float) -> bool:
     """Whether `others` differing of `choices` choices prove that the true share of equal ones is below `least`: exact
     one-sided binomial test, P(Binomial(choices, 1 - least) >= others) < `DOUBT`, by the beta function."""

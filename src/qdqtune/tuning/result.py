@@ -18,7 +18,7 @@ from qdqtune.graph.inference import FIXING, waiting_for_sizes
 from qdqtune.graph.loading import growth, load, nbytes
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import concern
-from qdqtune.numerics.scores import equal_share
+from qdqtune.numerics.scores import equal_share, too_few_to_tell
 from qdqtune.placement import files
 from qdqtune.placement.possible import wide_tensors, wide_weights
 from qdqtune.placement.reading import count_pairs
@@ -178,6 +178,8 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     shipped = None if proof.trial is None or not settings.has_samples else proof.trial.accuracy
     yield from slower_workloads(standings, run.subject.mix)
     doubts = [None if shipped is None else concern(shipped), shortfall]
+    if shipped is not None and run.limits.min_agreement is not None:
+        doubts.append(too_few_to_tell(shipped, run.limits.min_agreement))
     for trial in history:
         if left := products_left_in_float(trial, run.subject.shaped, settings.plan):
             ratio = ratios_to_float(history, settings.plan).get(trial.placement)
