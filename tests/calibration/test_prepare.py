@@ -9,7 +9,7 @@ import pytest
 from decoders import CALLS, WEIGHTS, decoder, settings, written
 from models import build, normal
 from qdqtune.calibration.inputs import input_specs, size_hints
-from qdqtune.calibration.prepare import Data, hidden_work, prepare
+from qdqtune.calibration.prepare import Data, hidden_work, prepare, unsteady_work
 from qdqtune.calibration.workloads import WorkloadFile, open_workloads
 from qdqtune.engines.execution import EXECUTION
 from qdqtune.errors import BadData, BadOption
@@ -71,6 +71,42 @@ def test_weights_that_callers_may_override_are_told() -> None:
     assert "which callers may override" in str(hidden_work(overridable))
     assert can_carry(overridable, "x", 0, 0)
     assert not can_carry(overridable, "w", 0, 1)
+
+
+LOOP = """
+    most = Constant <value_int = 9> ()
+    wide = Shape (x)
+    size = Squeeze (wide)
+    yes = Constant <value = bool {1}> ()
+    total = ReduceSum <keepdims = 0> (x)
+    isbig = Greater (total, zero)
+    y = Loop (TRIPS, yes, x) <
+        body = one (int64 i, bool go, float[4] before) => (bool more, float[4] after) {
+            after = MatMul (before, w)
+            s = ReduceSum <keepdims = 0> (after)
+            big = Greater (s, zero)
+            more = Identity (CONDITION)
+        }
+    >"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("y = Relu (x)", None),
+        ("y = NonZero (x)", "(NonZero)"),
+        ("size = Shape (x) \n ones = ConstantOfShape (size) \n y = NonZero (ones)", None),
+        (LOOP.replace("TRIPS", "most").replace("CONDITION", "go"), None),
+        (LOOP.replace("TRIPS", "size").replace("CONDITION", "go"), None),
+        (LOOP.replace("TRIPS", "most").replace("CONDITION", "big"), "(Loop)"),
+        (LOOP.replace("TRIPS, yes", "most, isbig").replace("CONDITION", "go"), "(Loop)"),
+    ],
+)
+def test_work_that_depends_on_values_is_told(text: str, expected: str | None) -> None:
+    net = build(f"g (float[4] x) => (float[N] y) {{ {text} }}", {"w": normal(4, 4), "zero": np.float32(0)})
+    assert (expected or "None") in str(unsteady_work(net))
+    if "Loop" in text:
+        assert ("they stay in float" if expected else "unroll it") in str(hidden_work(net))
 
 
 def test_a_model_in_float64_is_told() -> None:

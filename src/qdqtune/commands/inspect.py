@@ -12,7 +12,7 @@ import onnx
 
 from qdqtune.calibration.inputs import InputSpec, size_hints
 from qdqtune.calibration.options import FixOption, RewriteOption
-from qdqtune.calibration.prepare import deciding_inputs
+from qdqtune.calibration.prepare import deciding_inputs, unsteady_work
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines.facts import ENGINES
@@ -135,6 +135,7 @@ def overview_of(model: Model) -> dict[str, Any]:
     if waiting := waiting_for_sizes(known_sizes_computed(model)):
         ops = ", ".join(sorted({node.op for node in waiting}))
         notes.append(f"each inference computes {counted(len(waiting), 'node')} ({ops}) from sizes alone: {FIXING}")
+    notes += filter(None, [unsteady_work(model)])
     for reason, count in Counter(filter(None, refusals)).items():
         notes.append(f"{counted(count, 'product')} cannot: {reason}")
     return {

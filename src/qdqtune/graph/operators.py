@@ -103,6 +103,9 @@ AVERAGE_POOLS = frozenset({"AveragePool", "GlobalAveragePool"})
 ASKS_SHAPE = frozenset({"Shape", "Size"})
 """Operators that read the shape of their input only."""
 
+SIZED_BY_VALUES = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
+"""Operators whose results have a size that depends on values."""
+
 RANDOM = frozenset({
     "Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
 })  # fmt: skip

@@ -19,7 +19,7 @@ from qdqtune.calibration.caches import ranges_of
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.observe import onnxruntime_session, passes
-from qdqtune.calibration.prepare import Data, Prepared, hidden_work, prepare
+from qdqtune.calibration.prepare import Data, Prepared, hidden_work, prepare, unsteady_work
 from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.user_code import TooSlow
 from qdqtune.calibration.workloads import description
@@ -204,6 +204,8 @@ def open_subject(settings: Settings, runner: Runner, execution: Execution) -> Su
         notes.append(
             f"{engine} has no 8-bit kernels for pairs, so none are tried: `formats` int8 tries them nonetheless"
         )
+    if settings.is_timed and not settings.workloads and (unsteady := unsteady_work(prepared.shaped)) is not None:
+        notes.append(unsteady)
     if drawn := [node.name for node in prepared.shaped.nodes if node.op in RANDOM - {"Dropout"}]:
         notes.append(f"node {drawn[0]} draws random numbers: where outputs depend on them, no candidate holds a limit")
     fixed = fixed_inputs(settings.model, settings.fix_inputs)

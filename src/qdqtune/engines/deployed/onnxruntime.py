@@ -28,7 +28,7 @@ if library["plugin"]:
 else:
     session = ort.InferenceSession(str(model), options, providers=[(provider, provider_options)])
 
-rng, inputs = np.random.default_rng(0), {}
+rng, inputs, which = np.random.default_rng(0), {}, "random inputs"
 for name, (dtype, shape) in settings["inputs"].items():  # replace these by your own
     inputs[name] = (rng.standard_normal(shape) if "float" in dtype else np.ones(shape)).astype(dtype)
-measure(lambda: session.run(None, inputs), f"ONNX Runtime {ort.__version__}, {session.get_providers()[0]}")
+measure(lambda: session.run(None, inputs), f"ONNX Runtime {ort.__version__}, {session.get_providers()[0]}, {which}")

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
 
 request = ov.Core().compile_model(str(model), "CPU", library["configuration"]).create_infer_request()
 
-rng, inputs = np.random.default_rng(0), {}
+rng, inputs, which = np.random.default_rng(0), {}, "random inputs"
 for name, (dtype, shape) in settings["inputs"].items():  # replace these by your own
     inputs[name] = (rng.standard_normal(shape) if "float" in dtype else np.ones(shape)).astype(dtype)
-measure(lambda: request.infer(inputs, share_outputs=True), f"OpenVINO {ov.get_version()}")
+measure(lambda: request.infer(inputs, share_outputs=True), f"OpenVINO {ov.get_version()}, {which}")

@@ -76,4 +76,4 @@ def infer() -> None:
     checked(cuda.cudaStreamSynchronize(stream))
 
 
-measure(infer, f"TensorRT {trt.__version__}")
+measure(infer, f"TensorRT {trt.__version__}, inputs of ones")
