@@ -190,11 +190,14 @@ def test_a_file_without_a_candidate_does_not_serve_another_model(path: Path, tmp
 
     with opened(b"one") as store:
         store.put("ranges", RECORDS["ranges"])
-    with opened(b"one", model="of another precision") as store:
-        assert not store.lines
     with pytest.raises(BadState, match="with another model"):
         opened(b"other", model="ffff")
-    with opened(b"the same with its weights elsewhere", model="of another precision", quant_type="fp8"):
+    with opened(b"the same with its weights elsewhere", quant_type="fp8") as store:
+        assert not store.lines
+        store.put("ranges", RECORDS["ranges"])
+    with opened(b"the same with its weights elsewhere", model="of another precision") as store:
+        assert not store.lines
+    with opened(b"other", model="ffff"):  # as nothing was measured
         pass
 
 

@@ -105,11 +105,12 @@ class Journal:
         return {key.removeprefix(start): line.read(kind) for key, line in lines.items()}
 
     def may_yield_to(self, other: Journal) -> bool:
-        """Whether a run with another fingerprint may start over in this file: it has no candidate, and the user's model
-        is the same or at least of equal size (options such as the precision change the model in the fingerprint)."""
+        """Whether a run with another fingerprint may start over in this file: nothing was measured; or it has no
+        candidate, and the user's model is the same or at least of equal size (options such as the precision change the
+        model in the fingerprint)."""
         is_begun = not all(key.startswith(OF_THE_START) for key in self.lines)
         is_same_model = self.fingerprint.get("model") == other.fingerprint.get("model")
-        return not is_begun and (is_same_model or self.model_bytes == other.model_bytes)
+        return not self.lines or (not is_begun and (is_same_model or self.model_bytes == other.model_bytes))
 
 
 class Store(Journal):
