@@ -226,6 +226,8 @@ def test_an_engine_that_does_not_exist_is_refused_by_every_command(command, call
         (["m", "--max-drop", "1%"], ": 0.01 is 1 %"),
         (["a.npz"], "error: MODEL: a.npz is no ONNX file"),
         (["m", "--threads", "8", "1"], "several values of one option are parted by commas, like 8,1"),
+        (["m", "--bias-correction", "off"], "takes no value: give --bias-correction alone, or --no-bias"),
+        (["m", "--quiet=True"], "--quiet takes no value: give --quiet alone, or leave it out"),
         (["m", "--engine", "TensorRT"], "tensorrt-rtx, trtexec"),
         (["m", "--threads", "9999999999999999"], "'9999999999999999' is no whole number from 1 up to 9999"),
         (["m", "--input-shape", "1x3"], "'1x3' is no shape"),

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import zip_longest
 from typing import Any, get_args
 
 import click
@@ -86,7 +87,17 @@ class Command(click.Command):
                 found |= dict.fromkeys(filter(None, (*own.spellings, own.negative)), own.metavar)
         return found
 
+    def _check_switches(self, ctx: click.Context, args: list[str]) -> None:
+        """Refuse `--switch off` and `--switch=off`: click takes such a word for an argument of the command."""
+        switches = [own for own in options_of(self.kind).values() if own.is_switch]
+        others = {flag: own.negative for own in switches for flag in own.spellings}
+        for word, following in zip_longest(args, args[1:], fillvalue=""):
+            flag, _, value = word.partition("=")
+            if flag in others and (value or following.lower() in ("on", "off", "true", "false", "yes", "no")):
+                ctx.fail(f"{flag} takes no value: give {flag} alone, or {others[flag] or 'leave it out'}")
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        self._check_switches(ctx, args)
         with _flags_in_errors():
             try:
                 rest = super().parse_args(ctx, args)
