@@ -104,6 +104,28 @@ def test_a_file_of_ours_is_read_rightly(session: Session) -> None:
     check(session, strip_pairs(file), file)
 
 
+AT_AN_EDGE = """net (float[1,256] x) => (float[1,N] y) {
+    [weight] w1 = DequantizeLinear(w, s)
+    [product] OUT = MatMul(x, w1)
+    [one] o = Gather<axis = 1>(p, at)
+    [quantize] q = QuantizeLinear(o, scale, zero)
+    [dequantize] y = DequantizeLinear(q, scale, zero)
+}"""
+
+
+def test_another_order_of_sums_is_no_other_model(session: Session) -> None:
+    """Of a constant weight ONNX Runtime makes another product than of one behind a DQ. The value that differs most is
+    put at the edge between two steps of a pair."""
+    weight = {"w": np.arange(-128, 128, dtype=np.int8).repeat(96).reshape(256, 96) ^ 77, "s": np.float32(0.013)}
+    sample = feeds(build("net (float[1,256] x) => (float[1,256] y) { y = Abs(x) }"), 1)[0]
+    behind_dq = build(AT_AN_EDGE.replace("OUT", "y").partition("[one]")[0] + "}", weight)
+    both = [session.outputs(m, "one", [sample])[0]["y"] for m in (behind_dq, strip_pairs(behind_dq))]
+    at = int(np.abs(both[0] - both[1]).argmax())
+    edge = {"scale": np.float32(np.sum(both, 0)[0, at]), "zero": np.int8(0), "at": np.int64([at])}
+    file = build(AT_AN_EDGE.replace("OUT", "p"), weight | edge)
+    check_stripped(strip_pairs(file), file, session, sample, "net.onnx", "give the float model")
+
+
 def test_another_float_model_is_refused_in_one_line(session: Session) -> None:
     file = quantized(conv_net())
     stripped = strip_pairs(file)
