@@ -205,7 +205,7 @@ def test_what_became_of_the_one_candidate_is_the_reason_where_nothing_was_timed_
     assert row((both, Failure("build", "no memory"))).reason == "not tried"
     together = row((both, SLOWER))
     assert together.reason == "not tried"
-    assert "a build with 2 more tensors was 0.83x as fast as float in the search" in together.detail
+    assert "and 2 more tensors in 8 bits was 0.83x as fast as float in the search" in together.detail
     run = made_up(tmp_path, (alone, FASTER), model=chain, limits=Limits(min_sqnr=40.0))
     vars(run)["history"] = (replace(run.history[0], holds=False),)
     missed = by_name(explanations(run))["b"]

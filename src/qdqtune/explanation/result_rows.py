@@ -117,7 +117,9 @@ def result_rows(summary: Mapping[str, Any]) -> list[Row]:
         if judged.agreement is not None:
             rows.append(Row("integers as in float", "", f"{judged.agreement:.1%}"))
         if judged.top1 is not None:
-            few = "" if judged.independent is None else f"as good as {judged.independent:.0f} independent ones"
+            few = ""
+            if judged.independent is not None:
+                few = f"limits count them as {judged.independent:.0f}, since those of one sample change together"
             rows.append(Row("best class as in float", "", f"{judged.top1:.1%} of {judged.choices:,}", few))
     elif not is_judged(summary):
         rows.append(Row("output accuracy", "", NOT_MEASURED + (", shipped unchecked" if summary["unchecked"] else "")))

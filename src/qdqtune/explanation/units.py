@@ -599,7 +599,8 @@ class _Table:
         elif trial.placement in self._ratios and run.placement in self._ratios:
             became = f"was {self._in_search(trial)}"
         if others:
-            return "not tried", f"never in 8 bits by itself; a build with {counted(others, 'more tensor')} {became}"
+            with_others = f"a candidate with it and {counted(others, 'more tensor')} in 8 bits"
+            return "not tried", f"never tried in 8 bits by itself; {with_others} {became}"
         return reason, f"{origin_in_words(trial.proposal.origin)} has it in 8 bits, and {became}"
 
 

@@ -47,8 +47,8 @@ def _doubt(accuracy: Accuracy) -> str | None:
         return part
     lost = accuracy.sqnr_db
     if lost is not None and lost < FLOOR_DB:
-        state = "computes something else than" if lost < FLOOR_DB / 2 else "differs much from"
-        return f"the output SQNR is {lost:.1f} dB: below {FLOOR_DB:g} dB a model {state} the float model"
+        measured = f"the output SQNR is {lost:.1f} dB, an error of {10 ** (-lost / 20):.0%} of the outputs"
+        return f"{measured}: below {FLOOR_DB:g} dB a model is usually worse than in float"
     if accuracy.agreement is not None and accuracy.agreement < MOST_EQUAL:
         return f"only {accuracy.agreement:.1%} of the integers in the outputs are those of the float model"
     lowest = accuracy.lowest_db
