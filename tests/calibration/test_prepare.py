@@ -74,13 +74,13 @@ def test_weights_that_callers_may_override_are_told() -> None:
 
 
 LOOP = """
-    most = Constant <value_int = 9> ()
-    wide = Shape (x)
-    size = Squeeze (wide)
-    yes = Constant <value = bool {1}> ()
-    total = ReduceSum <keepdims = 0> (x)
-    isbig = Greater (total, zero)
-    y = Loop (TRIPS, yes, x) <
+    [a] most = Constant <value_int = 9> ()
+    [b] wide = Shape (x)
+    [c] size = Squeeze (wide)
+    [d] yes = Constant <value = bool {1}> ()
+    [e] total = ReduceSum <keepdims = 0> (x)
+    [f] isbig = Greater (total, zero)
+    [loop] y = Loop (TRIPS, yes, x) <
         body = one (int64 i, bool go, float[4] before) => (bool more, float[4] after) {
             after = MatMul (before, w)
             s = ReduceSum <keepdims = 0> (after)
@@ -95,7 +95,7 @@ LOOP = """
     [
         ("y = Relu (x)", None),
         ("y = NonZero (x)", "(NonZero)"),
-        ("size = Shape (x) \n ones = ConstantOfShape (size) \n y = NonZero (ones)", None),
+        ("[a] size = Shape (x) \n [b] ones = ConstantOfShape (size) \n [c] y = NonZero (ones)", None),
         (LOOP.replace("TRIPS", "most").replace("CONDITION", "go"), None),
         (LOOP.replace("TRIPS", "size").replace("CONDITION", "go"), None),
         (LOOP.replace("TRIPS", "most").replace("CONDITION", "big"), "(Loop)"),

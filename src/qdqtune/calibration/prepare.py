@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import TensorProto
 
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import Samples, open_samples
@@ -19,20 +19,10 @@ from qdqtune.calibration.workloads import WorkloadFile, open_workloads, workload
 from qdqtune.engines.execution import EXECUTION, Execution
 from qdqtune.engines.facts import facts_of
 from qdqtune.errors import BadOption
-from qdqtune.graph.inference import with_input_shapes
+from qdqtune.graph.inference import sized_by_values, with_input_shapes
 from qdqtune.graph.loading import check_outputs
-from qdqtune.graph.model import Model, bodies, graphs
-from qdqtune.graph.operators import (
-    ASKS_SHAPE,
-    COMPUTE,
-    CONTROL_FLOW,
-    COPIES,
-    HEAVY,
-    SIZED_BY_VALUES,
-    elements,
-    integer_operators,
-    work,
-)
+from qdqtune.graph.model import Model, graphs
+from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW, HEAVY, elements, integer_operators, work
 from qdqtune.types import Mix, NumericFormat, Sample, Workload
 
 LEAST_JUDGED = 8
@@ -214,8 +204,7 @@ def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
         return None
     if not inside:
         return f"the model has none of the operators that 8 bits make faster ({', '.join(sorted(COMPUTE))})"
-    flows = [node for node in model.nodes if node.op in CONTROL_FLOW]
-    kinds = " and ".join(dict.fromkeys(node.op for node in flows))
+    kinds = " and ".join(dict.fromkeys(node.op for node in model.nodes if node.op in CONTROL_FLOW))
     what = f"operators that gain from 8 bits ({', '.join(sorted(set(inside)))}) are in bodies of {kinds}"
     deciding = deciding_inputs(model)
     if not deciding:
@@ -231,33 +220,8 @@ def hidden_work(model: Model, samples: Sequence[Sample] = ()) -> str | None:
 
 def unsteady_work(model: Model) -> str | None:
     """A note if the time of an inference depends on the values of inputs; else None."""
-    if not (ops := sized_by_values(model)):
-        return None
-    timed = "tune times the first sample, or all `workloads`"
-    return f"how long an inference takes depends on the values of inputs ({', '.join(ops)}): {timed}"
-
-
-def sized_by_values(model: Model) -> list[str]:
-    """The operators whose results have sizes, or whose bodies run as often, as values that follow from inputs say."""
-    of_values, ops = set(model.inputs), set[str]()
-    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        if node.op in ASKS_SHAPE or of_values.isdisjoint(node.reads):
-            continue
-        is_open = node.op == "Loop" and (not of_values.isdisjoint(node.inputs[:2]) or _ends_by_values(proto))
-        if is_open or node.op in SIZED_BY_VALUES:
-            ops.add(node.op)
-        of_values.update(filter(None, node.outputs))
-    return sorted(ops)
-
-
-def _ends_by_values(loop: NodeProto) -> bool:
-    """Whether the body of a Loop computes whether to go on."""
-    body = next(bodies(loop))
-    makers = {name: node for node in body.node for name in node.output}
-    maker = makers.get(body.output[0].name)
-    while maker is not None and maker.op_type in COPIES:
-        maker = makers.get(maker.input[0])
-    return maker is not None and maker.op_type != "Constant"
+    told = f"how long an inference takes depends on the values of inputs ({', '.join(ops := sized_by_values(model))})"
+    return f"{told}: tune times the first sample, or all `workloads`" if ops else None
 
 
 def deciding_inputs(model: Model) -> list[str]:

@@ -19,8 +19,8 @@ from onnx.helper import make_tensor_value_info
 
 from qdqtune.errors import BadModel, BadOption, one_line
 from qdqtune.graph.constants import SIZED, replace
-from qdqtune.graph.model import LARGE_BYTES, Constant, Model, Node, TensorInfo, rebuild
-from qdqtune.graph.operators import ARITHMETIC, ASKS_SHAPE, COMPUTE, COPIES, RANDOM, is_float
+from qdqtune.graph.model import LARGE_BYTES, Constant, Model, Node, TensorInfo, bodies, rebuild
+from qdqtune.graph.operators import ARITHMETIC, ASKS_SHAPE, COMPUTE, COPIES, RANDOM, SIZED_BY_VALUES, is_float
 from qdqtune.graph.simplifying import FAILURES, alone, computed, drop_unused, evaluated
 from qdqtune.types import Array
 
@@ -126,6 +126,22 @@ def waiting_for_sizes(model: Model) -> list[Node]:
     floats = {t for t, info in model.tensors.items() if is_float(model, t) and len(info.shape or ()) > 1}
     waiting = [node for name, node in sized.items() if name not in fixed and not floats.isdisjoint(node.outputs)]
     return [node for node in waiting if node.op not in COPIES | {"Expand"}]
+
+
+def sized_by_values(model: Model) -> list[str]:
+    """The operators whose results have sizes, or whose bodies run as often, as values that follow from inputs say."""
+    sized = constant_nodes(model, model.constants, ASKS_SHAPE)
+    steady = {"", *model.constants}.union(*(node.outputs for node in sized.values()))
+    ops = {n.op for n in model.nodes if n.op in SIZED_BY_VALUES and not steady.issuperset(n.inputs)}
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        if node.op == "Loop":
+            body = next(bodies(proto))
+            makers, goes_on = {t: n for n in body.node for t in n.output}, body.output[0].name
+            while goes_on in makers and makers[goes_on].op_type in COPIES:
+                goes_on = makers[goes_on].input[0]
+            is_computed = goes_on in makers and makers[goes_on].op_type != "Constant"
+            ops |= {"Loop"} if is_computed or not steady.issuperset(node.inputs[:2]) else set()
+    return sorted(ops)
 
 
 def decided(model: Model, most: int = MOST_COMPUTED_BYTES) -> tuple[dict[str, TensorInfo], dict[str, Constant]]:

@@ -211,7 +211,7 @@ Block = tuple[int, int]
 NONE: Block = (0, 0)
 
 UNBOUNDED_NOISE = 1e3
-"""The relative noise of outputs that are not finite, have other shapes, or are missing."""
+"""The relative noise of outputs that are not finite or are missing."""
 
 
 def sensitivities(
