@@ -347,9 +347,7 @@ def test_pairs_of_a_quantized_model_are_tried_first() -> None:
         (conv_net(half=True), "int8", onnx.TensorProto.INT8, onnx.TensorProto.FLOAT16),
     ],
 )
-def test_pairs_have_the_type_that_was_asked_for_and_scales_that_of_the_model(
-    of: Model, quant_type: Any, values: int, scale: int
-) -> None:
+def test_pairs_have_the_type_that_was_asked_for_and_scales_that_of_the_model(of, quant_type, values, scale):
     older = of.to_proto()
     older.opset_import[0].version = 17
     autotuner = begun(older, Config(default_quant_type=quant_type))
@@ -491,9 +489,7 @@ def test_a_region_without_points_has_an_empty_scheme() -> None:
     assert autotuner.current_profile_pattern_schemes is None
 
 
-def test_open_sizes_come_from_trtexecs_arguments_or_from_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_sizes_come_from_trtexecs_arguments_or_from_samples(tmp_path, monkeypatch):
     path = write(mixed(batch=None), tmp_path)
     np.savez("samples.npz", x=np.zeros((3, 2, 64, 64), np.float32))
     stand_in(tmp_path, "10.16")

@@ -142,9 +142,7 @@ def test_bad_input_is_one_line(run: Call, model: Path, arguments: Sequence[str],
     assert words in errors.splitlines()[-1]
 
 
-def test_regions_can_be_looked_at(
-    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_regions_can_be_looked_at(model, capfd, monkeypatch):
     more = ["--verbose", "--max-sequence-size", "20", "--include-all-regions"]
     assert region_inspect.main(["--model", str(model), *more]) == 0
     text = capfd.readouterr().out
@@ -164,9 +162,7 @@ def test_regions_can_be_looked_at(
     assert capfd.readouterr().err == "interrupted\n"
 
 
-def test_patterns_that_are_shown_are_those_that_a_run_tunes(
-    run: Call, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_patterns_that_are_shown_are_those_that_a_run_tunes(run, tmp_path, capfd):
     text = """net (float[2,8,4,4] x) => (float[2,8,4,4] y) {
         [conv] c = Conv(x, w)
         [norm] n = BatchNormalization(c, scale, shift, mean, variance)
@@ -205,9 +201,7 @@ def test_as_programs(model: Path, tmp_path: Path, program: str, words: str) -> N
     assert words in done.stdout
 
 
-def test_only_tensorrt_cares_what_lies_where_its_timing_cache_goes(
-    run: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_tensorrt_cares_what_lies_where_its_timing_cache_goes(run, model, tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "TIMING_CACHE", str(tmp_path / "trtexec_timing.cache"))
     (tmp_path / "trtexec_timing.cache").write_text("notes of somebody else")
     assert run("-m", model, "--dry-run")[0] == 0

@@ -49,7 +49,6 @@ from qdqtune.autotune.region_search import (
 from qdqtune.errors import BadOption
 from qdqtune.search.regions.cache import read_cache
 from qdqtune.search.regions.discovery import Point
-from workers import Workers
 
 TEXT = "net (float[2,8] x) => (float[2,8] y) { [first] h = MatMul(x, w) [act] r = Relu(h) [second] y = Add(r, x) }"
 
@@ -155,7 +154,7 @@ def test_patterns_by_the_names_that_scripts_use() -> None:
     assert "Region 1: LEAF(" in pattern.format_tree(outer, model)
     assert RegionPattern.from_region(outer, model).is_composite
     with pytest.raises(InvalidSchemeError, match="give the graph"):
-        pattern.matches(region(0))  # type: ignore[call-overload]
+        pattern.matches(region(0))
 
 
 def test_schemes_and_caches_are_plain_values_and_back(tmp_path: Path) -> None:
@@ -219,7 +218,7 @@ def test_the_configuration_can_be_changed_until_it_is_used() -> None:
     config = Config()
     config.maximum_mutations = 2
     assert config.check().maximum_mutations == 2
-    config.default_quant_type = "int4"  # type: ignore[assignment]
+    config.default_quant_type = "int4"
     with pytest.raises(BadOption, match="default_quant_type is one of"):
         QDQAutotunerBase(small()).initialize(config)
 
@@ -266,16 +265,14 @@ def test_graphs_of_graphsurgeon_serve_as_models_do(monkeypatch: pytest.MonkeyPat
     assert RegionPattern.from_region(region(0, 1), graph) == RegionPattern.from_region(region(0, 1), small())
     assert graph_utils.get_tensor_consumer_node_indices(graph)["x"] == [0, 2]
     with pytest.raises(AutotunerError, match="not int"):
-        QDQAutotunerBase(3)  # type: ignore[arg-type]
+        QDQAutotunerBase(3)
     constant = small()
     constant.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["c"], value_float=1.0))
     with pytest.raises(AutotunerError, match="numbered otherwise"):
         graphs.as_model(constant)
 
 
-def test_the_benchmark_gives_a_latency_and_a_profile_or_infinity(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_benchmark_gives_a_latency_and_a_profile_or_infinity(monkeypatch, tmp_path, workers, caplog):
     timed = benchmark.init_benchmark_instance(engine="fake")
     assert timed("missing.onnx") == float("inf")
     assert "cannot read the model" in caplog.text

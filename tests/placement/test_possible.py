@@ -88,11 +88,6 @@ def info(name: str, dtype: int = FLOAT) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, dtype, None)
 
 
-def all_edges(model: Model) -> set[Edge]:
-    inside = {Edge(t, n.name, i) for n in model.nodes for i, t in enumerate(n.inputs) if t}
-    return inside | {Edge(t, "", i) for i, t in enumerate(model.outputs)}
-
-
 def insertable(model: Model, edges: set[Edge]) -> set[Edge]:
     """The edges that insertion takes: a refusal comes before anything is written, and one for all is as good."""
     inserter = Inserter(model, known(model), INT8)
@@ -106,7 +101,8 @@ def insertable(model: Model, edges: set[Edge]) -> set[Edge]:
 
 def test_all_callers_agree_on_every_operator() -> None:
     model = every_operator()
-    edges = all_edges(model)
+    edges = {Edge(t, n.name, i) for n in model.nodes for i, t in enumerate(n.inputs) if t}
+    edges |= {Edge(t, "", i) for i, t in enumerate(model.outputs)}
     by_structure = {
         e for e in edges if can_carry(model, e.tensor, model.index_of[e.node] if e.node else GRAPH, e.index)
     }

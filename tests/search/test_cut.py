@@ -273,7 +273,6 @@ def simulated(
         if isinstance(told, Failure):
             return Trial(number, proposal, against, told)
         power, layers = told
-        result: CostsByRule | Measurement
         if seconds is None:
             paid[proposal.placement] = search.costs.cost(proposal.placement, layers)
             result = CostsByRule(paid[against], paid[proposal.placement])

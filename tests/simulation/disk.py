@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import pytest
 
-OPEN, OS_OPEN, OS_CLOSE, FSYNC = io.open, os.open, os.close, os.fsync
+OPEN, OS_OPEN, OS_CLOSE = io.open, os.open, os.close
 MADE = os.O_CREAT | os.O_TRUNC | (getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY)
 CHANGING = ("mkdir", "link", "rename", "replace", "unlink", "remove", "rmdir")
 NEED_ROOM = ("mkdir", "link")
@@ -29,7 +29,6 @@ class File(io.FileIO):
     """An open file that asks the disk before it changes anything."""
 
     disk: "Disk"
-    inode: int
 
     def write(self, data: Any) -> int:
         how = self.disk.step(os.fspath(self.name), needs_room=True)
@@ -141,7 +140,6 @@ class Disk:
         self._unsafe.setdefault(found.st_ino, found.st_size)
         if "w" in mode:
             self._unsafe[found.st_ino] = 0
-        raw.inode = found.st_ino
         if buffering == 0:
             return raw
         buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)

@@ -91,15 +91,13 @@ class Remembering:
 
     @property
     def _engine(self) -> Engine:
-        engine: Engine = self._known(("engine",), lambda: open_engine(self._spec))
-        return engine
+        return self._known(("engine",), lambda: open_engine(self._spec))
 
     def describe(self) -> dict[str, str]:
         return dict(self._known(("describe",), lambda: self._engine.describe()))
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        found: NumericFormat = self._known(("numbers", quant_type), lambda: self._engine.numeric_format(quant_type))
-        return found
+        return self._known(("numbers", quant_type), lambda: self._engine.numeric_format(quant_type))
 
     def build(self, model: Path, log: Path) -> Built:
         content = content_of(model)
@@ -138,8 +136,7 @@ class RememberingModel:
         return seconds * self.noise(self.key[-1])
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        found: tuple[Layer, ...] = self._known(("layers", _sizes(inputs)), lambda: self.real.layers(inputs, 1))
-        return found
+        return self._known(("layers", _sizes(inputs)), lambda: self.real.layers(inputs, 1))
 
     def save(self, path: Path) -> None:
         self.real.save(path)

@@ -75,8 +75,8 @@ class Process:
 
     stdin = stdout = None
 
-    def __init__(self, machine: "Machine", output: Any) -> None:
-        self.machine, self._output = machine, output
+    def __init__(self, machine: "Machine") -> None:
+        self.machine = machine
         self.pid = len(machine.processes) + 1
         self.session: worker.Session | None = None
         self.code: int | None = None
@@ -264,12 +264,12 @@ class Machine:
         text = f"{self.noise_of} {self.noisy_round} {content.hex()}"
         return 0.97 + 0.06 * int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2**32
 
-    def _popen(self, stderr: Any, **_: Any) -> Process:
+    def _popen(self, **_: Any) -> Process:
         fault = self._fault("start")
         self._ends(fault)
         if fault == "no process":
             raise BlockingIOError(11, os.strerror(11))
-        self.processes.append(Process(self, stderr))
+        self.processes.append(Process(self))
         if fault == "no engine":
             self.processes[-1].end(127)
         return self.processes[-1]

@@ -76,8 +76,7 @@ class World:
     @property
     def time_budget(self) -> float | None:
         """The seconds that a run may take."""
-        found: float | None = ASKS[self.asks].get("time_budget")
-        return found
+        return ASKS[self.asks].get("time_budget")
 
     def settings(self, model: Path) -> Any:
         """The command that is given."""

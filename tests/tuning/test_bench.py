@@ -312,19 +312,6 @@ PLAN = Plan((12, 20))
 FIRST_AGAINST_SECOND = [(0, 1)]
 
 
-class Unsteady(Script):
-    """Rounds that the first look does not decide: each sixth is the other way round."""
-
-    def rounds(self, handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
-        usual = {"slow": 1.0, "fast": 0.9}
-        return Times(
-            tuple(
-                tuple((usual[one.path.stem] if number % 6 else 1.0 / usual[one.path.stem],) for number in numbers)
-                for one in handles
-            )
-        )
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
     return [write(hopeless(), tmp_path, "slow"), write(mixed(), tmp_path, "fast")]
@@ -419,6 +406,18 @@ def test_only_a_transient_failure_is_tried_again_while_there_is_time(files, stag
 
 
 def test_a_race_that_ended_early_for_want_of_time_is_run_again_by_the_next_session(files, tmp_path):
+    class Unsteady(Script):
+        """Rounds that the first look does not decide: each sixth is the other way round."""
+
+        def rounds(self, handles: Sequence[Handle], numbers: range, **_: Any) -> Times:
+            usual = {"slow": 1.0, "fast": 0.9}
+            return Times(
+                tuple(
+                    tuple((usual[one.path.stem] if number % 6 else 1.0 / usual[one.path.stem],) for number in numbers)
+                    for one in handles
+                )
+            )
+
     for lacks, rounds in ((True, 12), (False, 20)):
         with Store(tmp_path / "state.yaml", {"model": "m"}) as store:
             script = Unsteady(twice_as_fast)

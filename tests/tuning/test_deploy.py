@@ -26,8 +26,7 @@ from trtexec_stand_in import stand_in
 
 
 def told(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "deploy" / "settings.json").read_text())
-    return found
+    return json.loads((folder / "deploy" / "settings.json").read_text())
 
 
 def test_the_settings_hold_what_was_proven(tuned: Path) -> None:

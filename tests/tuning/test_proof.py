@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from models import model as proto_of
 from qdqtune.commands.tune import result_table
 from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.explanation.report import report_of_run
@@ -29,25 +30,20 @@ from workers import Build, Workers
 pytestmark = pytest.mark.usefixtures("workers")
 
 
-def branching(path: Path) -> None:
-    """A model whose If has tensors in external data in both bodies."""
+def test_a_copy_has_the_external_data_of_bodies(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    source = tmp_path / "given.onnx"
     text = """net (bool c, float[300] x) => (float[300] y) {
         [if] y = If (c) <
             then_branch = g1 () => (float[300] t) { t = Add(x, then_w) },
             else_branch = g2 () => (float[300] e) { e = Add(x, else_w) }
         >
     }"""
-    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]>\n{text}')
+    proto = proto_of(text)
     for number, body in enumerate(proto.graph.node[0].attribute):
         name = body.g.node[0].input[1]
         body.g.initializer.append(numpy_helper.from_array(np.full(300, number, np.float32), name))
-    onnx.save(proto, path, save_as_external_data=True, location="bodies.bin", size_threshold=0)
-
-
-def test_a_copy_has_the_external_data_of_bodies(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    source = tmp_path / "given.onnx"
-    branching(source)
+    onnx.save(proto, source, save_as_external_data=True, location="bodies.bin", size_threshold=0)
     for target in (tmp_path / "out" / "optimized_final.onnx", tmp_path / "beside.onnx"):
         copy_model(source, target)
         named = inner_tensors(onnx.load(target, load_external_data=False))

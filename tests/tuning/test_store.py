@@ -348,7 +348,9 @@ def test_no_name_of_a_run_leads_out_of_its_folder(mode, finished, tmp_path, requ
     kinds = {re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", str(name)): name for name in reversed(names)}
     for name in kinds.values():
         for kind, link in LINKS.items():
-            if kind == "hard" and not ((home / "out" / name).is_file() and is_appended(name)):
+            # Other files are replaced, and a second name keeps the old content.
+            is_appended = name.parts[0] == "logs" or name.name in (LIST, "autotuner_state.yaml")
+            if kind == "hard" and not ((home / "out" / name).is_file() and is_appended):
                 continue
             place = home / "out" / name
             (victims / "file").write_text("mine")
@@ -368,11 +370,6 @@ def test_no_name_of_a_run_leads_out_of_its_folder(mode, finished, tmp_path, requ
             aside.rename(place)
             count += 1
     request.node.add_report_section("call", "links", f"tune --mode {mode}: {count} links, all refused and untouched")
-
-
-def is_appended(name: Path) -> bool:
-    """Whether a run writes to a file as it lies there: others are replaced, and a second name keeps the old content."""
-    return name.parts[0] == "logs" or name.name in (LIST, "autotuner_state.yaml")
 
 
 @pytest.mark.usefixtures("workers")

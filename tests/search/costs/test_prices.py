@@ -178,20 +178,15 @@ def test_two_labels_have_the_optimum_with_the_fewest_ones(table: Table) -> None:
         assert tuple(solve(table)) == labels  # it is unique: optima are closed under "and"
 
 
-def drawn(seed: int, parts: int, labels: int) -> Table:
-    """A chain with branches: each part but the last writes a value that one to three later ones read."""
-    draw, table = random.Random(seed), Table()
-    for _ in range(parts):
-        table.part(*(draw.random() * draw.choice([3, 10]) for _ in range(labels)))
-    for maker in range(parts - 1):
-        readers = {draw.choice(range(maker + 1, parts)) for _ in range(draw.choice([1, 1, 2, 3]))}
-        table.convert(maker, sorted(readers), *(draw.random() * 3 for _ in range(labels)))
-    return table
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_three_labels_are_decided_nearly_exactly(seed: int) -> None:
-    table = drawn(seed, 7, 3)
+    """On a chain with branches: each part but the last writes a value that one to three later ones read."""
+    draw, table = random.Random(seed), Table()
+    for _ in range(7):
+        table.part(*(draw.random() * draw.choice([3, 10]) for _ in range(3)))
+    for maker in range(6):
+        readers = {draw.choice(range(maker + 1, 7)) for _ in range(draw.choice([1, 1, 2, 3]))}
+        table.convert(maker, sorted(readers), *(draw.random() * 3 for _ in range(3)))
     labels = solve(table)
     assert table.total(labels) <= 1.05 * min(map(table.total, product(range(3), repeat=7)))
     for number, label in product(range(7), range(3)):
@@ -363,14 +358,10 @@ def test_recorded_reports_of_tensorrt_are_attributed(export: str) -> None:
     costs = learn(parts, [times(**FLOAT), stranger])
     assert np.isfinite(costs.total(cut(costs)))
     named = [n for found in report for n in found.nodes if "QuantizeLinear" not in n]
-    model = lookalike(list(dict.fromkeys(named)))
+    names = list(dict.fromkeys(named))
+    nodes = [onnx.helper.make_node("Relu", [f"t{k}"], [f"t{k + 1}"], name) for k, name in enumerate(names)]
+    ends = [onnx.helper.make_tensor_value_info(t, 1, [2, 4]) for t in ("t0", f"t{len(names)}")]
+    model = Model(onnx.helper.make_model(onnx.helper.make_graph(nodes, "chain", ends[:1], ends[1:])))
     found = attribute(model, Placement(), report, 0.5 * total)
     spent = sum((*found.nodes.values(), *found.quantize.values(), *found.dequantize.values()))
     assert 0.8 * 0.5 * total < spent <= 0.5 * total * (1 + 1e-9)  # what runs behind the last node has no owner
-
-
-def lookalike(names: list[str]) -> Model:
-    """A chain of nodes with given names."""
-    nodes = [onnx.helper.make_node("Relu", [f"t{k}"], [f"t{k + 1}"], name) for k, name in enumerate(names)]
-    ends = [onnx.helper.make_tensor_value_info(t, 1, [2, 4]) for t in ("t0", f"t{len(names)}")]
-    return Model(onnx.helper.make_model(onnx.helper.make_graph(nodes, "chain", ends[:1], ends[1:])))

@@ -227,7 +227,12 @@ def measured_alone(model: Model) -> tuple[Partition, dict[int, Profile]]:
     return parts, found
 
 
-def chain() -> Model:
+def names(parts: Partition, units: Collection[int]) -> set[str]:
+    return {parts.model.nodes[n].name for u in units for n in parts.units[u].nodes}
+
+
+def test_the_selection_is_the_best_of_all_for_the_exact_engine() -> None:
+    """A group that gains nothing alone is taken where it saves its neighbours a conversion, and only there."""
     text = """net (float[1,8,16,16] x) => (float[1,8,16,16] y) {
         [one] a = Conv <pads=[1,1,1,1]> (x, w0)
         [relu] b = Relu(a)
@@ -235,17 +240,9 @@ def chain() -> Model:
         [skip] d = Add(c, b)
         [three] e = Conv <pads=[1,1,1,1]> (d, w2)
         [soft] y = Softmax(e)
-        }"""
-    return build(text, {f"w{k}": normal(8, 8, 3, 3, scale=0.1, seed=k) for k in range(3)})
-
-
-def names(parts: Partition, units: Collection[int]) -> set[str]:
-    return {parts.model.nodes[n].name for u in units for n in parts.units[u].nodes}
-
-
-def test_the_selection_is_the_best_of_all_for_the_exact_engine() -> None:
-    """A group that gains nothing alone is taken where it saves its neighbours a conversion, and only there."""
-    parts, profiles = measured_alone(chain())
+    }"""
+    model = build(text, {f"w{k}": normal(8, 8, 3, 3, scale=0.1, seed=k) for k in range(3)})
+    parts, profiles = measured_alone(model)
     chosen = select(parts, profiles)
     assert names(parts, chosen.decision.quantized) == {"one", "relu", "two", "skip", "three"}
     inserter = Inserter(parts.model, ranges(parts.model), INT8)
