@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import onnx
@@ -114,8 +115,8 @@ def inspect(options: InspectOptions, observer: Observer | None = None) -> Inspec
 
 
 def overview_of(model: Model) -> dict[str, Any]:
-    """A model's inputs, outputs and operators, as JSON values. `all_products` counts `COMPUTE` nodes, `products` those
-    that can have pairs on both inputs."""
+    """A model's inputs, outputs and operators, as JSON values. `all_products` counts `COMPUTE` nodes, also in bodies,
+    `products` those that can have pairs on both inputs."""
     products = [node for node in model.nodes if node.op in COMPUTE and not node.domain]
     refusals = []
     for node in products:
@@ -127,11 +128,15 @@ def overview_of(model: Model) -> dict[str, Any]:
     inputs, outputs = [_tensors(model, names) for names in (model.inputs, model.outputs)]
     if hints := size_hints(model, inputs):
         notes.append(f"open sizes: give `calibration_data`, or sizes like {' '.join(hints)}")
-    if inside := sum(len(graph.node) for graph in graphs(model.proto.graph)) - len(model.nodes):
+    inside = Counter(node.op_type for graph in islice(graphs(model.proto.graph), 1, None) for node in graph.node)
+    hidden_products = sum(inside[op] for op in COMPUTE)
+    if inside:
         kinds = ", ".join(sorted({node.op for node in model.nodes} & CONTROL_FLOW))
         deciding = deciding_inputs(model)
         advice = f"; if {deciding[0]} decides, `fix_inputs` {deciding[0]}=VALUE may bring them out" if deciding else ""
-        notes.append(f"{counted(inside, 'node')} in the bodies of {kinds} stay in float{advice}")
+        found = counted(inside.total(), "node")
+        found = f"{found}, {hidden_products} of these products," if hidden_products else found
+        notes.insert(0, f"{found} in the bodies of {kinds} stay in float{advice}")
     if waiting := waiting_for_sizes(known_sizes_computed(model)):
         ops = ", ".join(sorted({node.op for node in waiting}))
         notes.append(f"each inference computes {counted(len(waiting), 'node')} ({ops}) from sizes alone: {FIXING}")
@@ -145,7 +150,7 @@ def overview_of(model: Model) -> dict[str, Any]:
         "outputs": [str(spec) for spec in outputs],
         "operators": dict(Counter(node.op for node in model.nodes).most_common()),
         "products": refusals.count(None),
-        "all_products": len(products),
+        "all_products": len(products) + hidden_products,
         "notes": notes,
     }
 

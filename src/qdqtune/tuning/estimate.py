@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,8 @@ from qdqtune.engines.execution import Execution
 from qdqtune.engines.machine import simulated
 from qdqtune.engines.options import on_device
 from qdqtune.engines.runner import temporary_runner
-from qdqtune.errors import BadOption, BaselineFailed, rewording
-from qdqtune.graph.operators import COMPUTE
+from qdqtune.errors import BadOption, BaselineFailed, EngineRefused, rewording
+from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW
 from qdqtune.numerics.fitting import inferences
 from qdqtune.numerics.metrics import evaluate, load_evaluation, open_metric
 from qdqtune.numerics.scores import check_asked
@@ -22,6 +23,7 @@ from qdqtune.tuning.bench import profiled_runs, trial_seconds
 from qdqtune.tuning.contexts import at_each
 from qdqtune.tuning.folder import check_run
 from qdqtune.tuning.observer import Observer, Silent
+from qdqtune.tuning.result import spent_without_pairs
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import FloatRecord, read_journal
 from qdqtune.tuning.subject import CALIBRATION_SHARE, PAIRED, open_subject
@@ -60,6 +62,11 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         with rewording("the engine cannot run the float model", BaselineFailed):
             handle = runner.load(settings.model, "estimate")
             rounds = runner.timed(handle, 2, settings.plan.turn_seconds)
+        latency = float(np.median(np.array(rounds.seconds[0]) @ rounds.shares))
+        notes = list(subject.notes)
+        if any(node.op in CONTROL_FLOW for node in subject.model.nodes):
+            with suppress(EngineRefused):  # an engine may have no layers
+                notes += spent_without_pairs(subject.model, runner.layers(handle, profiled_runs(latency)))
         launch = runner.start_seconds
         evaluating = 0.0
         if function is not None:
@@ -79,7 +86,6 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
             count, each = sum(1 for _ in prepared.calibration), max(0.0, taken[1] - taken[0]) / 2
             biases = inferences(prepared.shaped, how, count) * PAIRED * each
             calibrating = taken[0] + (count - 1) * each + biases
-    latency = float(np.median(np.array(rounds.seconds[0]) @ rounds.shares))
     schemes = len(subject.tuned) * settings.config.schemes_per_region
     has_products = any(node.op in COMPUTE for node in subject.shaped.nodes)
     trials = min(settings.search_builds, schemes + 5) if has_products else 0
@@ -101,5 +107,5 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         builds=trials + 1,
         latency=latency,
         seconds=seconds,
-        notes=subject.notes,
+        notes=tuple(notes),
     )

@@ -17,6 +17,7 @@ from qdqtune.errors import BadOption, BadState, EngineRefused
 from qdqtune.graph.inference import FIXING, waiting_for_sizes
 from qdqtune.graph.loading import growth, load, nbytes
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import CONTROL_FLOW
 from qdqtune.numerics.accuracy import concern
 from qdqtune.numerics.scores import equal_share, too_few_to_tell
 from qdqtune.placement import files
@@ -107,7 +108,7 @@ def conclude(
         left.append(found.in_words())
     else:
         layers = run.bench.layers(built, run.budget.lacks)  # kept in the state file for the report
-    left += filter(None, [spent_on_sizes(subject.model, layers)])
+    left += spent_without_pairs(subject.model, layers)
     summary["seconds"] = round(log.seconds, 3)
     facts = [*left, *subject.notes, *mode_notes, *proof.notes, *_doubts(history, proof, run, shortfall)]
     notes = advise(facts, is_cut_short=bool(subject.hurried))
@@ -196,14 +197,19 @@ def _doubts(history: Sequence[Trial], proof: Proof, run: Run, shortfall: str | N
     yield from filter(None, doubts)
 
 
-def spent_on_sizes(model: Model, layers: Sequence[Layer]) -> str | None:
-    """A note if nodes that would be constants with fixed sizes take a noticeable part of the time."""
-    names = {node.name for node in waiting_for_sizes(model)}
+def spent_without_pairs(model: Model, layers: Sequence[Layer]) -> Iterator[str]:
+    """Notes if nodes with bodies, or nodes that would be constants with fixed sizes, take a noticeable part of the
+    time."""
+    bodies = {node.name: node.op for node in model.nodes if node.op in CONTROL_FLOW}
+    constant = {node.name for node in waiting_for_sizes(model)}
     whole = sum(layer.time_ms or 0.0 for layer in layers)
-    spent = sum(layer.time_ms or 0.0 for layer in layers if layer.nodes and names.issuperset(layer.nodes))
-    if spent <= NOTICEABLE * whole:
-        return None
-    return f"{spent:.3g} of {whole:.3g} ms are spent on nodes that read constants and sizes alone: {FIXING}"
+    for names, on in (
+        (set(bodies), f"in the bodies of {', '.join(sorted(set(bodies.values())))}, where no pair can be"),
+        (constant, f"on nodes that read constants and sizes alone: {FIXING}"),
+    ):
+        spent = sum(layer.time_ms or 0.0 for layer in layers if layer.nodes and names.issuperset(layer.nodes))
+        if spent > NOTICEABLE * whole:
+            yield f"{spent:.3g} of {whole:.3g} ms are spent {on}"
 
 
 def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]:
