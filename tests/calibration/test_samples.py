@@ -108,6 +108,7 @@ BAD_ARRAYS: list[tuple[str, str, dict[str, Array], str]] = [
     ("many names", "float[1,3] x", {f"y{n}": normal(2, 3) for n in range(9)}, r"it holds 'y0', .*, 'y5', \.\.\.$"),
     ("one too many", "float[1,3] x", {"x": normal(2, 3), "y": normal(2, 3)}, "'y' that is no input"),
     ("wrong size", "float[1,3] x", {"x": normal(2, 4)}, r"shape \(2, 4\), the model wants x: float32\[1,3\]"),
+    ("last axis", "float[N,6,1] x", {"x": normal(4, 6)}, r"one axis is missing: array\[\.\.\., None\]$"),
     ("batch", "float[4,3] x", {"x": normal(6, 3)}, "shape"),
     ("scalar", "float[1,3] x", {"x": np.float32(1)}, "shape"),
     ("float64", "float[1,3] x", {"x": np.zeros((2, 3))}, r"convert it with array\.astype\('float32'\)$"),

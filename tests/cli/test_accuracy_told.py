@@ -105,7 +105,7 @@ def test_of_integers_alone_the_agreement_is_told_and_no_ratio(tmp_path: Path, ca
     assert "integers as in float" in tuned
     for told in (quantized, compared, tuned):
         assert "dB" not in told.replace("SQNR, dB", "")
-        assert "no scores of classes recognised in y: --scores names them" in told
+        assert "no scores of classes recognised in y: if it holds some, add --scores y" in told
 
 
 def test_outputs_that_are_named_as_scores_are_judged_by_their_best_class(tmp_path: Path, call: Call) -> None:

@@ -275,7 +275,7 @@ def test_limits_that_cannot_be_judged_are_refused(call: Call, model: Path, tmp_p
         (
             "float[1,4] y) { y = Relu(x) }", "agreement",
             "--min-agreement cannot be checked: no output holds integers, and no scores of classes recognised in y: "
-            "--scores names them",
+            "if it holds some, add --scores y",
         ),
         (
             "int64[1,1] y) { y = ArgMax <axis=1> (x) }", "sqnr",

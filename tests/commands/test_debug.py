@@ -383,6 +383,11 @@ FITS = Damage("t", "activation", ("a", "b"), 0.5, (-1.0, 1.0), (-1.0, 1.0))
         ({"quantized_range": (0.0, 0.0)}, "its pair can give one value only"),
         ({"quantized_range": (-1.0, 0.5)}, "its pair cuts off 25 % of the range"),
         ({"quantized_range": (-64.0, 64.0)}, "its pair spends its steps on a range 64 times as wide"),
+        ({"quantized_range": (-64.0, 64.0), "whole_range": (-2.0, 2.0)}, "its pair spends its steps on a range"),
+        (
+            {"quantized_range": (-64.0, 64.0), "whole_range": (-60.0, 50.0)},
+            "these samples are quiet, and share a scale",
+        ),
         (
             {"joined": {"p": (-9.0, 1.0), "s": (0.0, 0.1)}},
             "a Concat gives one scale to parts of unlike size: p up to 9",

@@ -101,7 +101,9 @@ def test_what_is_found_is_told_and_why_nothing_is() -> None:
     assert found.told == "taken for scores of classes: c (10 along axis 1)"
     assert found.as_json() == [{"output": "c", "axis": 1, "classes": 10}]
     outputs = [{"map": m, "n": np.array([1]), "v": v} for m, v in zip(normal(1, 19, 8, 8), normal(1, 64), strict=True)]
-    assert scores_of(outputs).told == "no scores of classes recognised in map, n, v: `scores` names them"
+    assert scores_of(outputs).told == (
+        "no scores of classes recognised in map, n, v: if they hold some, add `scores` map,n,v"
+    )
     none = scores_of([{"c": c} for c in clear((1, 10), 1)], ["none"])
     assert (none.axis, none.told) == ({}, "best classes are not compared: `scores` is none")
 
@@ -184,7 +186,7 @@ def test_independent_choices_are_those_of_independent_positions() -> None:
 def test_many_outputs_take_one_short_line_and_a_sample_may_have_no_rows() -> None:
     caches = [{f"cache{n}": x for n in range(9)} for x in normal(1, 2, 6, 4)]
     told = scores_of(caches).told
-    assert told.endswith("cache4, cache5, ...: `scores` names them")
+    assert told.endswith("cache4, cache5, ...: if they hold some, add `scores` NAME")
     rows = [{"y": y} for y in [*clear((5, 10), 1), np.zeros((0, 10), np.float32)]]
     found = accuracy(rows, rows)
     assert (found.top1, found.choices, found.independent) == (1.0, 5 * SAMPLES, None)

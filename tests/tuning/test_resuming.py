@@ -117,8 +117,10 @@ def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], 
     if callable(change):
         change(model)
         change = {}
-    with pytest.raises(BadState, match=f"was made with (another )?{re.escape(name)}[ ,]") as refusal:
+    with pytest.raises(BadState) as refusal:
         tune(settings(model, builds=4, **change))
+    told = str(refusal.value).replace("`", "").replace("_", " ")
+    assert re.search(f"was made with (another )?{re.escape(name)}[ ,]", told)
     assert len(str(refusal.value).splitlines()) == 1
     assert (tmp_path / "out" / STATE).read_bytes() == state
     assert tune(settings(model, builds=4, restart=True, **change)).history

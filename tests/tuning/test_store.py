@@ -153,10 +153,10 @@ def test_a_flipped_byte_anywhere_is_refused(path: Path) -> None:
     ("change", "message"),
     [
         ({"quant_type": "fp8", "model": "ffff"}, "made with another model"),
-        ({"quant_type": "fp8"}, "made with quant type int8, now it is fp8"),
+        ({"quant_type": "fp8"}, "made with `quant_type` int8, now it is fp8"),
         ({"input_shapes": {"x": [2, 3]}}, r"made with input shapes x \[1, 3\], now it is \[2, 3\]"),
         ({"input_shapes": {"x": [1, 3], "z": [4]}}, r"made with input shapes z unset, now it is \[4\]"),
-        ({"mode": None}, "made with mode region, now it is unset"),
+        ({"mode": None}, "made with `mode` region, now it is unset"),
     ],
 )
 def test_another_fingerprint_is_refused_with_the_first_difference_named(path: Path, change: Any, message: str) -> None:

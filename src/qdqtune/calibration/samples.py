@@ -241,6 +241,8 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
 
 def _misshapen(shape: tuple[int, ...], spec: InputSpec, origin: str) -> BadData:
     hint = ": array[None] adds the axis of the batch" if spec.fits((1, *shape)) else ""
+    if not hint and (spec.fits((*shape, 1)) or spec.fits((*spec.shape[:1], *shape[1:], 1))):
+        hint = ": one axis is missing: array[..., None]"
     if len(shape) >= 3 and len(spec.shape) == 4 and not hint:
         a, b, c = shape[-3:]
         for moved, axes in (((c, a, b), "-1, -3"), ((b, c, a), "-3, -1")):

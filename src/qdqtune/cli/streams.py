@@ -35,6 +35,9 @@ PARENT = "QDQTUNE_PARENT"
 ENDING_SECONDS = 30.0
 """How long a process may take to clean up when its parent is gone. Chosen, not measured."""
 
+AT_ONCE = 0.2
+"""Interrupts less than so many seconds apart count as one. Chosen, not measured."""
+
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -139,16 +142,20 @@ def lost_output() -> OSError | None:
 @contextmanager
 def interrupts() -> Iterator[Event]:
     """Handle Ctrl-C: the first one sets the event and raises KeyboardInterrupt, which a library may turn into another
-    error; the second one ends the process. Nothing changes outside of the main thread, or where interrupts are ignored,
-    as in the background."""
-    happened, before = Event(), signal.getsignal(signal.SIGINT)
+    error; a later one ends the process (one at once is the same: `timeout` sends each signal twice). Nothing changes
+    outside of the main thread, or where interrupts are ignored, as in the background."""
+    happened, before, first = Event(), signal.getsignal(signal.SIGINT), 0.0
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal first
         if happened.is_set():
+            if time.monotonic() - first < AT_ONCE:
+                return
             with suppress(OSError):
                 if os.isatty(2):
                     os.write(2, SHOW_CURSOR)
             os._exit(INTERRUPTED)
+        first = time.monotonic()
         happened.set()
         raise KeyboardInterrupt
 

@@ -70,8 +70,9 @@ class Damage:
 
     `nodes` are the nodes to keep in float: those that read the tensor with its pairs, or the node that makes a graph
     output. `noise` is the error with these pairs alone, `without` the error once they are removed as well, if measured.
-    `float_range` is that of the float tensor on the samples, `quantized_range` what the pairs can represent. `joined`
-    are the ranges of the tensors that a Concat joins with this one.
+    `float_range` is that of the float tensor on the examined samples, `quantized_range` what the pairs can represent;
+    `whole_range` is that on all samples, if the pairs are too wide for the examined ones. `joined` are the ranges of
+    the tensors that a Concat joins with this one.
     """
 
     tensor: str
@@ -82,6 +83,12 @@ class Damage:
     quantized_range: tuple[float, float]
     joined: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     without: float | None = None
+    whole_range: tuple[float, float] | None = None
+
+    def is_too_wide(self, least: float, most: float) -> bool:
+        """Whether the pair of an activation is too wide for these ends of its values."""
+        low, high = self.quantized_range
+        return self.kind == "activation" and high - low > COARSE * max(most - least, most, -least)
 
     @property
     def output_db(self) -> float | None:
@@ -103,8 +110,11 @@ class Damage:
         cut = max(low - least, most - high, 0.0) / width
         if cut > OFF:
             return f"its pair cuts off {100 * min(cut, 1):.0f} % of the range"
-        if high - low > COARSE * max(most - least, most, -least):
-            return f"its pair spends its steps on a range {(high - low) / width:.3g} times as wide"
+        if self.is_too_wide(least, most):
+            wide = f"a range {(high - low) / width:.3g} times as wide"
+            if self.whole_range is None or self.is_too_wide(*self.whole_range):
+                return f"its pair spends its steps on {wide}"
+            return f"these samples are quiet, and share a scale with loud ones ({wide}): leave the node in float"
         sizes = {name: max(map(abs, ends)) for name, ends in self.joined.items()}
         if sizes and max(sizes.values()) > ANOTHER_SIZE * min(sizes.values()):
             told = ", ".join(f"{name} up to {size:.4g}" for name, size in sizes.items())
@@ -113,7 +123,7 @@ class Damage:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; NaN and infinite ends of ranges become text, since JSON has no such numbers."""
-        row = {name: value for name, value in asdict(self).items() if name not in ("noise", "without")}
+        row = {name: value for name, value in asdict(self).items() if name not in ("noise", "without", "whole_range")}
         for name in ("float_range", "quantized_range"):
             row[name] = [end if np.isfinite(end) else str(end) for end in row[name]]
         without = {} if self.without is None else {"without_db": sqnr_of(self.without)}
@@ -239,7 +249,7 @@ def damages(
         switched.narrow(switched.outputs(switched.tensors))
         together = switched.judge_alike()
         worst = dict(list(switched.ranking().items())[:WORST])
-        rows = described(float_model, pairs, worst, switched.samples, execution)
+        rows = described(float_model, pairs, worst, switched.samples, samples, execution)
         return Damages(tuple(rows), together, len(switched.samples), switched.of_slices)
 
 
@@ -247,12 +257,13 @@ def described(
     model: Model,
     pairs: Sequence[FilePair],
     noises: Mapping[str, float],
+    examined: Sequence[Sample],
     samples: Sequence[Sample],
     execution: Execution,
 ) -> list[Damage]:
-    """The `Damage` of each tensor in `noises`, in order."""
+    """The `Damage` of each tensor in `noises`, in order; `examined` are the samples with the largest errors."""
     joined = {tensor: _joined(model, tensor) for tensor in noises}
-    ranges = _float_ranges(model, list(dict.fromkeys([*joined, *chain(*joined.values())])), samples, execution)
+    ranges = _float_ranges(model, list(dict.fromkeys([*joined, *chain(*joined.values())])), examined, execution)
     damaged = []
     for tensor, alone in noises.items():
         own = [pair for pair in pairs if pair.tensor == tensor]
@@ -268,7 +279,9 @@ def described(
                 {name: ranges[name] for name in joined[tensor]},
             )
         )
-    return damaged
+    wide = [damage.tensor for damage in damaged if damage.is_too_wide(*damage.float_range)]
+    whole = _float_ranges(model, wide, samples, execution) if wide else {}
+    return [replace(damage, whole_range=whole.get(damage.tensor)) for damage in damaged]
 
 
 def to_exclude(found: Damages, leaves_some: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
@@ -287,8 +300,10 @@ def to_exclude(found: Damages, leaves_some: Callable[[tuple[str, ...]], bool]) -
     return chosen
 
 
-def exclusion(nodes: Iterable[str]) -> str:
-    return " ".join(f"--nodes-to-exclude {shlex.quote(glob.escape(node))}" for node in nodes)
+def exclusion(nodes: Sequence[str]) -> list[str]:
+    """The options of `quantize` that keep nodes in float, a line each, as a shell continues lines."""
+    options = [f"--nodes-to-exclude {shlex.quote(glob.escape(node))}" for node in nodes]
+    return [f"  {option} \\" for option in options[:-1]] + [f"  {option}" for option in options[-1:]]
 
 
 def _float_ranges(
@@ -411,7 +426,8 @@ class Diagnosis(Shown):
         if self.guilty:
             state = "healthy" if self.rest is not None and self.rest <= self.limit else "still not healthy"
             yield f"without them on {self.engine}: {level(self.rest or 0.0)}, {state}"
-            yield f"to keep them in float: qdqtune quantize MODEL {exclusion(self.excluded)}"
+            yield "to keep them in float: qdqtune quantize MODEL \\"
+            yield from exclusion(self.excluded)
         elif self.suspects or self.unexamined:
             where = f", and {counted(self.unexamined, 'pair')} not examined" if self.unexamined else ""
             yield f"no single tensor is guilty{where}: calibrate otherwise, or exclude several"
@@ -526,7 +542,7 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
             levels = " where these have ".join(level(value) for value in (left, defined))
             notes.append(f"{spec.name} computes other values than the pairs define: {levels}")
         noises = {tensor: ranking[tensor] for tensor in without or list(ranking)[:WORST]}
-        suspects = described(plain, pairs, noises, switched.samples, execution)
+        suspects = described(plain, pairs, noises, switched.samples, judging, execution)
     if all(pair.kind == "activation" for pair in pairs):
         notes.append("constants are taken as the file has them: give the float model as well, to have them examined")
     return replace(

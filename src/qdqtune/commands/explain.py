@@ -36,6 +36,9 @@ class Explained(Shown):
     ended: str = ""
     caution: str = ""
 
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.parts()))
+
     def in_words(self) -> str:
         return self.headline
 

@@ -345,8 +345,8 @@ class Quantized(Shown):
             if self.is_finite:
                 yield self.scores.told
         if self.loudest:
-            told = exclusion(self.loudest)
-            yield f"to keep in float what makes a tenth of the error or more, which may cost the gain: {told}"
+            yield "to keep in float what makes a tenth of the error or more, which may cost the gain:"
+            yield from exclusion(self.loudest)
         elif self.damages is not None and self.sqnr_db is not None:
             yield "no node to keep in float: no tensor makes a tenth of the error, or nothing else is quantized"
         if self.measured is not None:

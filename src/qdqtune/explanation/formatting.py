@@ -82,7 +82,7 @@ def shortened(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 ORIGINS: Mapping[str, str] = {
     "cut": "the placement that layer times predict to be fastest",
     "front": "a placement that trades speed for accuracy",
-    "polish": "a small change of the best placement found until then",
+    "polish": "an earlier placement with a few pairs added or removed",
     "fused units": "pairs wherever they can stand, around what the engine fuses",
     "weights in 4 bits": "weights of products in 4 bits, and no pairs",
     "weights in 8 bits": "weights of products in 8 bits, and no pairs",

@@ -118,7 +118,8 @@ def scores_of(
         seen = ((name, _seen_axis([sample[name] for sample in outputs])) for name in first)
         found = {name: axis for name, axis in seen if axis is not None}
     if not found:
-        told = f"no scores of classes recognised in {first_of(list(first))}: `scores` names them"
+        holds, names = "it holds" if len(first) == 1 else "they hold", ",".join(first) if len(first) <= 3 else "NAME"
+        told = f"no scores of classes recognised in {first_of(list(first))}: if {holds} some, add `scores` {names}"
         return Scores({}, {}, {}, told, copies=copies)
     above = dict[str, float]()
     for name in (name for name, axis in found.items() if axis is None):

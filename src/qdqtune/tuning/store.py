@@ -289,7 +289,8 @@ def _refuse_difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Pat
     if not different:
         return
     name = min(different, key=lambda name: (name != "model", name != "engine engine"))
-    label = " ".join(dict.fromkeys(name.replace("_", " ").split()))  # "engine engine" becomes "engine"
+    words = " ".join(dict.fromkeys(name.replace("_", " ").split()))  # "engine engine" becomes "engine"
+    label = words if " " in name else f"`{name}`"
     made = f"with {label} {_shown(was.get(name))}, now it is {_shown(now.get(name))}"
     if name == "model":
         made = "with another model, or the file has changed since then"
@@ -307,6 +308,8 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return ",".join(value)
     return "unset" if value is None else str(value)
 
 
