@@ -46,7 +46,7 @@ def test_it_is_short_and_its_picture_is_that_of_the_figures() -> None:
     spec.loader.exec_module(speedups)
     drawn = speedups.picture(speedups.TABLE.read_text())
     assert drawn == speedups.PICTURE.read_text()
-    assert drawn.count('<rect class="tuned"') == 12 + 11 + 1
+    assert drawn.count('<rect class="tuned"') == 13 + 13 + 1
 
 
 def test_its_samples_are_those_that_the_demo_calibrates_with() -> None:
