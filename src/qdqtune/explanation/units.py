@@ -128,13 +128,13 @@ def and_others(alike: int) -> str:
     return f"it and {alike} like it" if alike else "it"
 
 
-def _estimated(where: str, alike: int, change: float, most: float, is_guess: bool, source: str = "estimated") -> str:
+def _estimated(where: str, alike: int, change: float, most: float, is_guess: bool) -> str:
     """A text about a relative `change` of the latency with a unit in `where`, up to `most` of it noise; without a
     figure if it `is_guess`, as guesses may be many times too high."""
     units = and_others(alike)
     if abs(change) <= NOISE:
         effect = "save less than {:.0%} of the latency" if is_guess else "change the latency by less than {:.0%}"
-        return f"in {where} {units} {'are' if alike else 'is'} {source} to {effect.format(NOISE)}"
+        return f"in {where} {units} {'are' if alike else 'is'} estimated to {effect.format(NOISE)}"
     direction = "slower" if change > 0 else "faster"
     if is_guess:
         return f"estimated {direction} with {units} in {where}; not measured"
@@ -305,19 +305,19 @@ class _Table:
             if abs(share) > most and not is_guess:
                 figure = {"more_ms": share * ms, "alike": alike, "source": source}
             elif abs(share) <= NOISE and not is_guess:
-                whose = f"the pairs of {and_others(alike)}" if alike else "its pairs"
-                text = f"{whose} gain less than {NOISE:.0%} of the latency ({source}){self._cost_of_pairs(floats)}"
+                gain = f"{and_others(alike)} gain{'' if alike else 's'} less than {NOISE:.0%} of the latency"
+                text = f"{gain} ({source}){self._cost_in_accuracy(floats)}"
             elif share > NOISE:
-                text = _estimated("float", alike, share, most, is_guess, source)
+                text = _estimated("float", alike, share, most, is_guess)
         self._if_floats[kind, how] = text, figure
         return text, figure
 
-    def _cost_of_pairs(self, floats: Decision) -> str:
-        """What the pairs of what ships that a decision leaves out cost in accuracy, as text; empty if unknown."""
+    def _cost_in_accuracy(self, floats: Decision) -> str:
+        """What all that ships and a decision leaves in float costs in accuracy, as text; empty if unknown."""
         if self.run.noise is None:
             return ""
         now, rest = (self.run.noise.summed(self.parts.placement(each)) for each in (self._decision, floats))
-        return f", and cost {10 * log10(now / rest):.1f} dB (estimated)" if now > 1.01 * rest > 0 else ""
+        return f", at a cost of {10 * log10(now / rest):.1f} dB (estimated)" if now > 1.01 * rest > 0 else ""
 
     def _measured_with(self, decision: Decision, units: Collection[int]) -> float | None:
         """The relative change of latency with `decision` in place of what ships, which differs in `units` alone, if
