@@ -31,6 +31,7 @@ from qdqtune.engines.fake import FakeModel
 from qdqtune.graph.saving import save
 from qdqtune.tuning.settings import FRONT_LEAST
 from qdqtune.types import Tensors
+from sample_files import cache_of_scales
 from workers import in_process
 
 ROOT = Path(__file__).parent.parent
@@ -238,11 +239,11 @@ def prepare(folder: Path) -> None:
     for tensor in proto.graph.initializer:
         tensor.CopyFrom(onnx.numpy_helper.from_array(1.5 * onnx.numpy_helper.to_array(tensor), tensor.name))
     onnx.save(proto, folder / "retrained.onnx")
-    scales = [f"{name}: 3d000000" for name in ("image", *(node.output[0] for node in proto.graph.node))]
+    names = ("image", *(node.output[0] for node in proto.graph.node))
+    cache_of_scales(folder / "calib.cache", dict.fromkeys(names, 2**-5))
     onnx.save(exported(), folder / "decoder.onnx")
     weights = {"up": normal(576, 1024), "on": normal(1024, 512), "down": normal(512, 1), "rate": np.float32(16000)}
     save(build(VAD, weights), folder / "vad.onnx")
-    (folder / "calib.cache").write_text("\n".join(["TRT-8510-EntropyCalibration2", *scales]))
 
 
 def code_of_notebook(path: Path) -> str:

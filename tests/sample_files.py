@@ -1,5 +1,7 @@
 """Models of some inputs, samples of them in files and as lists, and errors of one line."""
 
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ def model(inputs: str = "float[1,3] x") -> Model:
 def saved(folder: Path, **arrays: Array) -> str:
     np.savez(folder / "data.npz", **arrays)
     return str(folder / "data.npz")
+
+
+def cache_of_scales(path: Path, scales: Mapping[str, float], *more: str) -> Path:
+    """A calibration cache as TensorRT writes it."""
+    lines = [f"{name}: {struct.pack('>f', scale).hex()}" for name, scale in scales.items()]
+    path.write_text("\n".join(["TRT-8510-EntropyCalibration2", *lines, *more]))
+    return path
 
 
 def lists(samples: Samples) -> list[dict[str, Any]]:

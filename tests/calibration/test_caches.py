@@ -16,6 +16,7 @@ from qdqtune.calibration.scales import DEFAULT_CALIBRATION, Calibration, Range, 
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadData, BadOption
 from qdqtune.graph.model import Model
+from sample_files import cache_of_scales
 
 NUMBERS = numeric_format("tensorrt", "int8")
 REAL = """TRT-8510-EntropyCalibration2
@@ -91,8 +92,7 @@ def line() -> Model:
 
 
 def ranges(folder: Path, model: Model, scales: Mapping[str, float]) -> CacheRanges:
-    lines = [f"{name}: {struct.pack('>f', scale).hex()}" for name, scale in scales.items()]
-    return ranges_of(written(folder, "\n".join(["TRT-8510-EntropyCalibration2", *lines])), model)
+    return ranges_of(cache_of_scales(folder / "calib.cache", scales), model)
 
 
 def test_entries_go_by_name_and_the_others_are_told(tmp_path: Path) -> None:

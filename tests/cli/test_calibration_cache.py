@@ -1,7 +1,6 @@
 """`--calibration-cache`: a file of scales stands for data, in every command that calibrates."""
 
 import json
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +13,11 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.graph.loading import load
 from qdqtune.graph.saving import save
 from runs import mixed
+from sample_files import cache_of_scales
 
 SCALES = {"image": 0.031, "r0": 0.02, "p0": 0.017, "k1": 0.05, "c2": 0.013, "r1": 0.011, "c3": 0.007, "cat": 0.019,
           "g": 0.023, "f": 0.023}  # fmt: skip
 """Other scales on both sides of MaxPool and Concat, which must not become one."""
-
-
-def written(folder: Path, scales: dict[str, float], *more: str) -> Path:
-    lines = [f"{name}: {struct.unpack('>I', struct.pack('>f', scale))[0]:x}" for name, scale in scales.items()]
-    path = folder / "calib.cache"
-    path.write_text("\n".join(["TRT-8510-EntropyCalibration2", *lines, *more]))
-    return path
 
 
 @pytest.fixture
@@ -35,7 +28,7 @@ def net(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_each_pair_has_the_scale_of_the_file(call: Call, net: Path, precision: str) -> None:
-    cache, output = written(net.parent, SCALES), net.with_name("q.onnx")
+    cache, output = cache_of_scales(net.with_name("calib.cache"), SCALES), net.with_name("q.onnx")
     options = ["--engine", "tensorrt", "--precision", precision, "-o", output]
     code, out, err = call("quantize", net, "--calibration-cache", cache, *options)
     assert code == 0, err
@@ -51,7 +44,7 @@ def test_each_pair_has_the_scale_of_the_file(call: Call, net: Path, precision: s
 
 def test_json_has_all_that_became_of_the_file(call: Call, net: Path) -> None:
     scales = {name: scale for name, scale in SCALES.items() if name not in ("f", "k1")}
-    cache = written(net.parent, scales, "k1: 7fc00000", "nobody: 3f800000")
+    cache = cache_of_scales(net.with_name("calib.cache"), scales, "k1: 7fc00000", "nobody: 3f800000")
     output = net.with_name("q.onnx")
     command = ["quantize", net, "--calibration-cache", cache, "--engine", "tensorrt", "-o", output, "--json"]
     code, out, err = call(*command)
@@ -65,7 +58,11 @@ def test_json_has_all_that_became_of_the_file(call: Call, net: Path) -> None:
 
 def test_a_search_and_apply_take_it_as_well(call: Call, model: Path, tmp_path: Path) -> None:
     scales = dict.fromkeys(candidate_tensors(mixed()), 0.05)
-    cache, out_dir, output = written(tmp_path, scales), tmp_path / "out", tmp_path / "applied.onnx"
+    cache, out_dir, output = (
+        cache_of_scales(tmp_path / "calib.cache", scales),
+        tmp_path / "out",
+        tmp_path / "applied.onnx",
+    )
     data = ["--calibration-cache", cache, "--calibration-data", model.with_suffix(".npz")]
     search = ["tune", model, "--engine", "fake", *data, "--builds", "4", "-q", "-o", out_dir, "--min-sqnr", "none"]
     apply = ["apply", model, "--placement", out_dir / "placement.yaml", *data, "-o", output]
@@ -78,5 +75,5 @@ def test_a_search_and_apply_take_it_as_well(call: Call, model: Path, tmp_path: P
     code, out, _ = call("quantize", model, *data, "--engine", "fake", "-o", output)
     assert "on 3 samples" in out  # data beside the file only judge
     assert {float(s) for s in scales_of(output).values()} == {float(np.float32(0.05))}
-    written(tmp_path, dict.fromkeys(scales, 0.06))
+    cache_of_scales(tmp_path / "calib.cache", dict.fromkeys(scales, 0.06))
     is_refused(call, tmp_path, "calibration cache", *search)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from qdqtune.commands.doctor import (
     find_gpus,
     qualify,
 )
-from qdqtune.engines import Built, EngineSpec, devices, open_engine
+from qdqtune.engines import EngineSpec, devices, open_engine
 from qdqtune.engines.facts import ENGINES
 from qdqtune.engines.machine import consequence
 from qdqtune.errors import EngineRefused, EngineUnavailable, Failure
@@ -226,10 +227,8 @@ def test_a_simulator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_graph_that_is_refused_is_not_taken_for_a_lack_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise EngineRefused(Failure("build", "no such kernel"))
-
-    monkeypatch.setattr(doctor, "quantize", refuse)
+    refused = EngineRefused(Failure("build", "no such kernel"))
+    monkeypatch.setattr(doctor, "quantize", Mock(side_effect=refused))
     assert {*qualified(FAKE, PLAIN)[PLAIN].values()} == {("not held", "no such kernel")}
 
 
@@ -248,24 +247,9 @@ def test_without_its_gpu_an_engine_is_asked_for_builds_and_layers_only(monkeypat
 # Engines that do not
 
 
-class AlteredModel:
-    """A model that reports other layers, or computes something else."""
-
-    def __init__(self, built: Built, layers: Any, outputs: Any) -> None:
-        self._built, self._layers, self._outputs = built, layers, outputs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._built, name)
-
-    def run(self, inputs: Tensors) -> dict[str, Any]:
-        return self._outputs(self._built.run(inputs))
-
-    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        return self._layers(self._built.layers(inputs, runs))
-
-
 def alter(workers: Workers, layers: Any = lambda x: x, outputs: Any = lambda x: x, file: str = "quantized") -> None:
-    """Alter the models of files of a name; engines of calibration and simulation stay as they are."""
+    """Models of files of a name report other layers, or compute something else; engines of calibration and simulation
+    stay as they are."""
 
     def opener(spec: EngineSpec) -> Any:
         engine = open_engine(spec)
@@ -274,7 +258,10 @@ def alter(workers: Workers, layers: Any = lambda x: x, outputs: Any = lambda x: 
 
         def build(model: Path, log: Path) -> Any:
             built = type(engine).build(engine, model, log)
-            return AlteredModel(built, layers, outputs) if model.stem == file else built
+            if model.stem != file:
+                return built
+            wrong = {"run": lambda x: outputs(built.run(x)), "layers": lambda x, runs: layers(built.layers(x, runs))}
+            return SimpleNamespace(**wrong, time=built.time, close=built.close)
 
         return SimpleNamespace(describe=engine.describe, numeric_format=engine.numeric_format, build=build)
 
@@ -318,9 +305,7 @@ WEIGHT = Layer("x", ("weight_a_256x512_DequantizeLinear",), "FP32", 0.1, "quanti
     ("numbers", PLAIN, {"outputs": times(1.2)}, "dB"),
     ("numbers", PLAIN, {"outputs": times(np.nan)}, "nan dB"),
 ])  # fmt: skip
-def test_layers_and_outputs_of_an_engine_that_are_wrong(
-    check: str, graph: str, fault: dict[str, Any], reason: str, workers: Workers
-) -> None:
+def test_layers_and_outputs_of_an_engine_that_are_wrong(check, graph, fault, reason, workers):
     alter(workers, **fault)
     state, told = qualified(REAL, graph)[graph][check]
     assert (state, reason in told) == ("not held", True), told

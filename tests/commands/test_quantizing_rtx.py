@@ -16,6 +16,7 @@ from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.graph.saving import save
 from qdqtune.types import Layer
+from sample_files import cache_of_scales
 from workers import Workers
 
 pytest.importorskip("tensorrt_rtx_bindings")
@@ -102,8 +103,7 @@ def test_it_builds_and_runs_in_8_bits(make: Any, quant_type: str, precision: str
 
 def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(tmp_path: Path) -> None:
     model, cache = passing(), tmp_path / "calib.cache"
-    lines = [f"{tensor}: 3c60dd{number:02x}" for number, tensor in enumerate(candidate_tensors(model))]
-    cache.write_text("\n".join(["TRT-8510-EntropyCalibration2", *lines]))
+    cache_of_scales(cache, {tensor: 0.0137 + 1e-6 * n for n, tensor in enumerate(candidate_tensors(model))})
     _, layers = quantized_layers(model, tmp_path, precision="fp16", calibration_cache=cache)
     convolutions = [layer for layer in layers if {"left", "right", "last"}.intersection(layer.nodes)]
     assert [layer.precision for layer in convolutions] == ["INT8"] * 3

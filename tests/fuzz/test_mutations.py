@@ -11,7 +11,6 @@ import json
 import random
 import shlex
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -31,6 +30,7 @@ from qdqtune.graph.saving import save
 from qdqtune.system.checks import LIST
 from qdqtune.tuning.store import line_of
 from runs import contents, mixed, write
+from sample_files import cache_of_scales
 from workers import in_process
 
 PROMISED = (0, 2, 3, 4, 5)
@@ -68,8 +68,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("mixed_quantized", "conv_quantized"):
         save(conv_net(), folder / f"{name}.onnx")
     ranges = {name: [-1.0 - i, 2.0 + i] for i, name in enumerate("xabcdefgy")}
-    lines = [f"{name}: {struct.pack('>f', high / 127).hex()}" for name, (_, high) in ranges.items()]
-    (folder / "cache").write_text("\n".join(["TRT-8601-EntropyCalibration2", *lines, ""]))
+    cache_of_scales(folder / "cache", {name: high / 127 for name, (_, high) in ranges.items()}, "")
     (folder / "cache.json").write_text(json.dumps(ranges))
     layers = [
         {"Name": n, "LayerType": "k", "Metadata": f"[ONNX Layer: {n}]"} for n in ("first", "relu", "second", "skip")
