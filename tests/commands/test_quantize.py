@@ -46,16 +46,6 @@ def test_a_part_of_an_output_that_is_lost_is_warned_of(tmp_path: Path) -> None:
     assert any(note.startswith("y[:, :, 4:12] lost its values: ") for note in done.notes)
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
-@pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
-def test_a_quantized_network_stays_close_to_the_float_one(engine: str, method: Any, tmp_path: Path) -> None:
-    path = write(conv_net(), tmp_path, count=40)
-    done = quantize(request(path, engine=engine, **MINMAX | {"calibration_method": method}))
-    assert done.placed.placement.edges
-    assert done.sqnr_db > 15
-    assert (done.judged, done.is_held_out, done.notes) == (8, True, ())
-
-
 def test_every_fifth_sample_gives_the_reported_sqnr_and_enters_no_scale(tmp_path: Path) -> None:
     model = conv_net()
     path = write(model, tmp_path, count=41)
@@ -71,17 +61,6 @@ def test_every_fifth_sample_gives_the_reported_sqnr_and_enters_no_scale(tmp_path
     np.savez(path.with_suffix(".npz"), image=images)
     quantize(request(path))
     assert scales_of(path.with_name("q.onnx")) == before
-
-
-def test_few_samples_and_random_ones_are_told(tmp_path: Path) -> None:
-    path = write(conv_net(), tmp_path, count=4)
-    few = quantize(request(path))
-    assert not few.is_held_out
-    assert few.judged == 4
-    assert few.notes == ("fewer than 40 samples: the SQNR is that of the calibration data",)
-    fed_at_random = quantize(request(path, calibration_data=None))
-    assert "random inputs" in fed_at_random.notes[0]
-    assert not fed_at_random.is_held_out
 
 
 @pytest.mark.parametrize(
