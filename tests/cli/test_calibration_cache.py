@@ -76,4 +76,4 @@ def test_a_search_and_apply_take_it_as_well(call: Call, model: Path, tmp_path: P
     assert "on 3 samples" in out  # data beside the file only judge
     assert {float(s) for s in scales_of(output).values()} == {float(np.float32(0.05))}
     cache_of_scales(tmp_path / "calib.cache", dict.fromkeys(scales, 0.06))
-    is_refused(call, tmp_path, "calibration cache", *search)
+    is_refused(call, tmp_path, "--calibration-cache", *search)
