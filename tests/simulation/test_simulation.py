@@ -74,7 +74,7 @@ KEPT = {
     "a race of several is lost when no time is left to race each alone": Scenario(
         World("front", "without times", "usual", asks="little time"), ((Fault("rounds", "lost", 2, 10**9),),)
     ),
-    "no room for temporary folders": Scenario(World("cut", "refusing"), ((Fault("write", "full", 160, 10**9),),)),
+    "no room for temporary folders": Scenario(World("cut", "refusing"), ((Fault("write", "full", 168, 10**9),),)),
 }  # fmt: skip
 """What the simulation has found, with faults where they have failed."""
 

@@ -157,7 +157,7 @@ def test_a_trial_holds_what_was_compared_and_is_stored(opened: Open) -> None:
 
 
 def test_a_trial_with_fewer_rounds_than_a_first_look_is_measured_again(opened: Open) -> None:
-    """A short budget is content with fewer."""
+    """Time was short."""
     first = opened(plan=Plan((7,), 0.02, turn_seconds=0.0))
     few, _ = first.measure(1, first.placements[0])
     assert len(few.result.a) == 7

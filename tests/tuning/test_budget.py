@@ -207,6 +207,9 @@ def test_a_session_with_less_time_leaves_what_an_earlier_one_has_proven(model: P
         for path in out.iterdir()
         if path.suffix in (".onnx", ".json") or path.stem == "placement"
     }
+    state = out / "autotuner_state.yaml"
+    lines = state.read_bytes().splitlines(keepends=True)
+    state.write_bytes(b"".join(line for line in lines if b'"key": "proposed:' not in line))  # as of earlier versions
     second, _ = slow_run(model, workers, 3.8, 60.0)
     assert second.notes[-1] == GOES_ON
     assert second.notes[-2].startswith("what ships is what an earlier session has proven: in its time this one")
@@ -214,6 +217,17 @@ def test_a_session_with_less_time_leaves_what_an_earlier_one_has_proven(model: P
     assert {path: path.read_bytes() for path in files} == files
     strict, _ = slow_run(model, workers, 3.8, 60.0, min_sqnr=150.0)
     assert strict.shipped == "baseline", "a limit that the earlier result does not hold"
+
+
+def test_a_session_with_another_budget_begins_with_all_that_was_measured(model: Path, workers: Workers) -> None:
+    """A short budget is content with fewer rounds, and builds what a hurried search proposes; both stay."""
+    few = Plan((7, 20), 0.02)
+    first, _ = slow_run(model, workers, 0.2, 40.0, plan=few)
+    longer, _ = slow_run(model, workers, 0.2, 600.0)
+    assert 0 < len(first.history) < len(longer.history)
+    assert longer.history[: len(first.history)] == first.history
+    shorter, _ = slow_run(model, workers, 0.2, 20.0, plan=few)
+    assert shorter.history[: len(longer.history)] == longer.history
 
 
 def test_what_is_proven_better_replaces_a_luckier_result(model: Path, workers: Workers) -> None:
@@ -337,7 +351,7 @@ def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock, rati
             return [Proposal("cut", Placement(frozenset({Edge("x", "n", len(history))})))]
 
     def measured(
-        number: int, batch: Sequence[Proposal], _: Placement, *, is_brief: bool
+        number: int, batch: Sequence[Proposal], _: Placement, *, is_brief: bool, is_recorded: bool
     ) -> Generator[tuple[Trial, bool]]:
         was_brief.append(is_brief)
         for place, proposal in enumerate(batch, number):
@@ -351,6 +365,7 @@ def test_proposing_that_takes_long_once_does_not_end_a_search(clock: Clock, rati
         budget=limit,
         bench=bench,
         limits=SimpleNamespace(judged=lambda trial, *_: trial, why_refused=lambda _: None),
+        store=SimpleNamespace(values=lambda *_: {}, put=lambda *_, **__: None, has_lost=False),
         slower=lambda _: frozenset(),
         subject=SimpleNamespace(shaped=None),
     )

@@ -67,6 +67,11 @@ class TestAgainstTheBestSoFar:
         (told,) = accepted([trial(2, ratio, db)], PLAN, self.best)
         assert told.accepted is taken
 
+    @pytest.mark.parametrize(("to_best", "taken"), [(1.05, True), (1.2, False)])
+    def test_a_gain_on_another_placement_must_be_one_on_the_best(self, to_best: float, taken: bool) -> None:
+        (told,) = accepted([trial(2, 0.9, 35.0)], PLAN, self.best, to_best=to_best)
+        assert told.accepted is taken
+
     def test_nothing_is_more_exact_than_the_float_model(self) -> None:
         (told,) = accepted([trial(2, 0.98, 99.0, spread=0.1)], PLAN)
         assert not told.accepted

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 
 from qdqtune.search import best_of, untried
 from qdqtune.search.costs.decisions import cut_holding, cut_within
@@ -21,6 +21,9 @@ from qdqtune.search.costs.units import Partition, format_in
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.region import WITHIN_LIMITS
 from qdqtune.types import Placement, Proposal, Trial
+
+CHANGE = "change "
+"""The beginning of the origins of batches."""
 
 OPTIMUM_BUILDS = 4
 """The most optima that are built; each build improves the costs."""
@@ -42,15 +45,17 @@ class SubgraphSearch:
         every = Proposal("all groups", self.all_accepted, predicted=self.selection.ratio, wants_layers=True)
         seeds = self.seeds if self.incremental else {}
         fixed = [every, *(Proposal(name, placement, wants_layers=True) for name, placement in seeds.items())]
-        asked = sum(1 for _ in untried(fixed, ()))
-        crossing = list(takewhile(lambda t: t.proposal.origin == CUT, history[asked:]))
-        asked += len(crossing)
+        whole = [t for t in history if not t.proposal.origin.startswith(CHANGE)]
         optima: Iterable[Proposal] = ()
-        if self.by_cut is not None and self.incremental and len(crossing) < OPTIMUM_BUILDS:
-            optima = self.by_cut.optima(history[:asked])
+        if (
+            self.by_cut is not None
+            and self.incremental
+            and sum(t.proposal.origin == CUT for t in whole) < OPTIMUM_BUILDS
+        ):
+            optima = self.by_cut.optima(whole)
         if proposals := tuple(islice(untried(chain(fixed, optima), history), 1)):
             return proposals
-        return self._next_batch(history, asked) if self.incremental else ()
+        return self._next_batch(history, whole) if self.incremental else ()
 
     @property
     def parts(self) -> Partition:
@@ -65,12 +70,13 @@ class SubgraphSearch:
         """The ms that each accepted group is expected to save, largest first."""
         return dict(sorted(self.selection.savings().items(), key=lambda item: (-item[1], item[0])))
 
-    def _next_batch(self, history: Sequence[Trial], asked: int) -> Sequence[Proposal]:
-        """The next batch of groups without a result; batches and their halves follow from the results so far."""
-        if any(t.placement == self.all_accepted and t.accepted for t in history[:asked]):
+    def _next_batch(self, history: Sequence[Trial], whole: Sequence[Trial]) -> Sequence[Proposal]:
+        """The next batch of groups without a result; batches and their halves follow from the results so far, and the
+        first one from the best of the `whole` placements."""
+        if any(t.placement == self.all_accepted and t.accepted for t in whole):
             return ()
         trials = {t.placement: t for t in history}
-        base = best_of(history[:asked])
+        base = best_of(whole)
         pending = [[n for n in self.savings if self._differs(n, base, self.all_accepted)]]
         while pending:
             batch, *pending = pending
@@ -79,7 +85,7 @@ class SubgraphSearch:
             if trial is None and placement != base and placement:
                 first = self.parts.model.nodes[self.parts.units[batch[0]].nodes[0]].name
                 more = f" and {len(batch) - 1} more groups" if len(batch) > 1 else ""
-                return (Proposal(f"change {first}{more}", placement, wants_layers=True),)
+                return (Proposal(f"{CHANGE}{first}{more}", placement, wants_layers=True),)
             if trial is not None and trial.accepted and trial.against == base:
                 base = placement
             elif len(batch) > 1:

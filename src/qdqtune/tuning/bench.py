@@ -311,17 +311,25 @@ class Bench:
         return trial_seconds(plan, self.floats, len(self._conditions.samples), 0)
 
     def measured(
-        self, number: int, proposals: Sequence[Proposal], against: Placement, *, is_brief: bool = False
+        self,
+        number: int,
+        proposals: Sequence[Proposal],
+        against: Placement,
+        *,
+        is_brief: bool = False,
+        is_recorded: bool = False,
     ) -> Generator[tuple[Trial, bool]]:
         """Race candidates against the placement `against`, on all devices in parallel, as many per race as memory
         allows. Yields the trials in the order of the proposals, numbered from `number`, each with whether the state
         file had its result; those that the deadline leaves no time to build are left out at the end. `is_brief`: there
-        is time for a few rounds only.
+        is time for a few rounds only. `is_recorded` as in `known`.
 
         Results are stored at once. Closing the iterator stops running measurements.
         """
         asked = [Trial(place, proposal, against, UNTIMED) for place, proposal in enumerate(proposals, number)]
-        done = {trial.number: known for trial in asked if (known := self._known(trial)) is not None}
+        done = {
+            trial.number: known for trial in asked if (known := self.known(trial, is_recorded=is_recorded)) is not None
+        }
         recalled = set(done)
         untimed = [trial for trial in asked if trial.number not in recalled]
         with closing(self._answers(untimed, is_brief=is_brief)) as results:
@@ -353,15 +361,17 @@ class Bench:
                     self._store.put(f"trial:{job_of(trial)}", stored, on_disk=not is_lost, order="deterministic")
                 yield from trials
 
-    def _known(self, asked: Trial) -> Trial | None:
-        trial = self._store.get(f"trial:{job_of(asked)}", Trial)
-        if trial is None or (asked.proposal.wants_layers and trial.layers is None and failure(trial) is None):
+    def known(self, asked: Trial, *, is_recorded: bool = False) -> Trial | None:
+        """The trial as the state file has it; None if it lacks it, or if more is to be measured. `is_recorded`: of a
+        batch that an earlier session proposed, where it is not built again for layers alone."""
+        trial, wants_layers = self._store.get(f"trial:{job_of(asked)}", Trial), asked.proposal.wants_layers
+        if trial is None or (wants_layers and not is_recorded and trial.layers is None and failure(trial) is None):
             return None  # or it was measured by a search that did not ask for layers
         judged = trial.accuracy or Accuracy()
         if judged.at_most_db is not None and not self._conditions.limits.is_surely_missed(judged):
             return None  # or its outputs were not compared any further, as they missed a limit that was higher
         if isinstance(trial.result, Measurement) and is_cut_short(trial.result, self._conditions.plan):
-            return None  # or by one that had less time, or whose plan was content with fewer rounds
+            return None  # or by one that had less time
         return replace(trial, number=asked.number, proposal=asked.proposal)
 
     def keep_only(self, placement: Placement) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from qdqtune.errors import writing
 from qdqtune.graph.saving import CONSTANTS, ConstantFile
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search import Strategy, TwoStage, best_of, products_left_in_float, ratios_to_float
+from qdqtune.search import Strategy, TwoStage, best_of, products_left_in_float, ratios_to_float, untried
 from qdqtune.search.by_latency import LatencySearch, placement_within
 from qdqtune.search.by_rule import RuleSearch
 from qdqtune.search.costs.output_noise import Noise
@@ -30,7 +30,7 @@ from qdqtune.search.subgraph import with_quiet_seeds
 from qdqtune.system.writing import atomic_write
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge
-from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.bench import UNTIMED, Bench
 from qdqtune.tuning.contexts import busy
 from qdqtune.tuning.folder import BASELINE, FRONT, RAW, REGION_MODELS
 from qdqtune.tuning.observer import SEARCHING, Observer, Observers, Silent, State
@@ -40,8 +40,9 @@ from qdqtune.tuning.rounding_noise import binding_noise_of, noise_of, noise_of_b
 from qdqtune.tuning.run import Run, open_run, prepared, rule_costs, try_metric
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.tuning.shipping import accepted
+from qdqtune.tuning.store import PROPOSED, BatchRecord
 from qdqtune.tuning.subgraph_mode import profile
-from qdqtune.types import Measurement, Placement, Trial
+from qdqtune.types import Measurement, Placement, Proposal, Trial
 
 UNHURRIED = 2.0
 """A search is hurried if less than this multiple of its builds' least time is left. Chosen, not measured."""
@@ -72,10 +73,8 @@ def cut(run: Run) -> Mode:
         if run.settings.front and noise is not None:
             return Mode(FrontSearch(by_layers, noise))
         return Mode(by_layers)
-    can_learn = run.budget.can_learn
-    suggestions = subject.suggestions() if can_learn else {}
-    noise = binding_noise_of(run) if can_learn else None
-    if noise is not None:
+    suggestions = subject.suggestions() if run.budget.can_learn else {}
+    if (noise := binding_noise_of(run)) is not None:
         suggestions[WITHIN_LIMITS] = placement_within(subject.shaped, subject.possible, noise, noise.levels(())[0])
     seeds = {**subject.foremost(), **suggestions, **weights_by_family(run.format_shares)}
     strategy: Strategy = LatencySearch(subject.shaped, subject.possible, seeds, run.width)
@@ -257,31 +256,50 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
     left."""
     plan, budget, started = run.settings.plan, run.budget, time.monotonic()
     history: list[Trial] = []
+    under, batches = run.settings.time_budget, run.store.values(PROPOSED, BatchRecord)
+    recorded = {int(n): batch for n, batch in batches.items() if not (batch.is_lacking and batch.under == under)}
+    next_number = max(recorded, default=-1) + 1
     pace: float | None = None
     reserve, is_repeated = 0.0, False
 
     def room() -> int:
         return budget.room(history, pace, reserve) or int(budget.is_brief(history))
 
-    while room():
-        batch = strategy.propose(history)
-        if any(products_left_in_float(trial, run.subject.shaped, plan) for trial in history):
-            batch = [p for p in batch if not p.placement.edges]
-        batch = batch[: room()]  # which proposing may have left none, as it may measure what rounding does to outputs
-        if not batch:
-            break
+    while recorded or room():
+        ratios, against, is_recorded = ratios_to_float(history, plan), best_of(history), bool(recorded)
+        ratio_of_best = ratios[against]
+        if is_recorded:
+            earlier = recorded.pop(min(recorded))
+            opponent = next((p for p in ratios if p.digest == earlier.against), None)
+            if opponent is None:  # limits have changed, or it is to be measured again
+                continue
+            # The last batch may have been interrupted; the search has gone on without what the others lack.
+            most = budget.room(history, pace, reserve) if opponent == against and not recorded else 0
+            batch, against = _recorded(earlier, opponent, history, run.bench, most), opponent
+        else:
+            batch = list(strategy.propose(history))
+            if any(products_left_in_float(trial, run.subject.shaped, plan) for trial in history):
+                batch = [p for p in batch if not p.placement.edges]
+            if not batch or not room():  # proposing may take long, as it may measure what rounding does to outputs
+                break
+            record = BatchRecord(against.digest, tuple(batch), is_lacking=run.store.has_lost, under=under)
+            run.store.put(f"{PROPOSED}{next_number}", record, order="deterministic")
+            next_number += 1
+            batch = batch[: room()]
         begun = time.monotonic()
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
         known, measured_count = history, 0
-        is_brief = not budget.room(history, pace, reserve)
-        measured = run.bench.measured(len(history) + 1, batch, best_of(history), is_brief=is_brief)
+        is_brief = not is_recorded and not budget.room(history, pace, reserve)
+        number = len(history) + 1
+        measured = run.bench.measured(number, batch, against, is_brief=is_brief, is_recorded=is_recorded)
         with closing(measured):
             for trial, replayed in measured:
                 measured_count += not replayed
                 is_repeated |= replayed
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
-                known = [*history, *accepted(trials, plan, best, run.slower([*history, *trials]))]
+                slower = run.slower([*history, *trials])
+                known = [*history, *accepted(trials, plan, best, slower, ratios[against] / ratio_of_best)]
                 state = _state(known, run, time.monotonic() - started, replayed=replayed)
                 observer.trial(trials[-1], outcome(trials[-1], plan), state)
         if measured_count:
@@ -299,6 +317,18 @@ def search(strategy: Strategy, run: Run, observer: Observer) -> tuple[list[Trial
     return history, budget.shortfall(history, pace, reserve)
 
 
+def _recorded(
+    batch: BatchRecord, against: Placement, history: Sequence[Trial], bench: Bench, most: int
+) -> list[Proposal]:
+    """The proposals of a batch of an earlier session that the state file has, and so many others that there are `most`
+    in all if that is more; without those in the history."""
+    proposals = list(untried(batch.proposals, history))
+    asked = [Trial(0, proposal, against, UNTIMED) for proposal in proposals]
+    known = [trial.proposal for trial in asked if bench.known(trial, is_recorded=True) is not None]
+    missing = [proposal for proposal in proposals if proposal not in known][: max(0, most - len(known))]
+    return [proposal for proposal in proposals if proposal in known or proposal in missing]
+
+
 def slowdown(history: Sequence[Trial], ratios: Mapping[Placement, float], bench: Bench) -> float:
     """How much longer than expected the best model took in its last race, as a factor of at least 1: other work may
     have started on the machine. `ratios` are those of placements to float."""
@@ -311,7 +341,7 @@ def slowdown(history: Sequence[Trial], ratios: Mapping[Placement, float], bench:
 
 def _state(trials: Sequence[Trial], run: Run, seconds: float, *, replayed: bool) -> State:
     budget, plan, last = run.budget, run.settings.plan, trials[-1]
-    expected = seconds / len(trials) * (budget.builds - len(trials))
+    expected = seconds / len(trials) * max(0, budget.builds - len(trials))
     if budget.seconds_left is not None:
         expected = max(0.0, min(expected, budget.seconds_left))
     floats, ratio = ratios_to_float(trials, plan), judge(last, plan)

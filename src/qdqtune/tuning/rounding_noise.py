@@ -66,8 +66,10 @@ class LazyMapping(Mapping[Key, Found]):
 
 
 def binding_noise_of(run: Run) -> Noise | None:
-    """`noise_of(run)`, for searches that need it at once; also None if even the fullest placements are predicted to
-    meet the limits, so that noise does not matter."""
+    """`noise_of(run)`, for searches that need it at once; also None if there is time for few candidates only, or if
+    even the fullest placements are predicted to meet the limits, so that noise does not matter."""
+    if not run.budget.can_learn:
+        return None
     limits, shares = run.limits, run.format_shares
     if (noise := noise_of(run)) is None or run.settings.front or limits.max_drop is not None:
         return noise

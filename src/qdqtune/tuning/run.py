@@ -250,7 +250,7 @@ class Budget:
     def room(self, trials: Sequence[Trial], pace: float | None = None, reserve: float = 0.0) -> int:
         """How many more candidates can be measured; `pace` is the seconds of one so far, `reserve` the seconds to keep
         in addition to the usual proof."""
-        left = self.builds - len(trials)
+        left = max(0, self.builds - len(trials))
         if self.seconds_left is None:
             return left
         each = SLACK * (self.candidate if pace is None else pace)
@@ -268,7 +268,8 @@ class Budget:
             if not self.builds or self.room(()) or self.is_brief(()):
                 return None
             more = self.brief_and_proof - self.grace + time.monotonic() - (self.ends or 0.0)
-            least = ceil(self.whole + more / (1 - CALIBRATION_SHARE) ** 2)  # ranges and biases take shares of it, too
+            # Of the further seconds ranges, biases and the result take their shares, too.
+            least = ceil(self.whole + more / ((1 - CALIBRATION_SHARE) ** 2 * (1 - FINISH_SHARE)))
             return f"{TOO_SHORT} for this model: give at least {least} s"
         left, spent = self.room(trials, pace, reserve), 1 + len(trials)
         if len(trials) < self.builds and not left:
@@ -447,6 +448,8 @@ def open_run(ready: Ready) -> Iterator[Run]:
             check_same_kind([runner, *ready.others])
         for one in (runner, *ready.others):
             one.feed(at_each(subject.mix, settings.thread_counts))
+        # A search goes on with the rounds with which it began: others would leave undecided what is decided.
+        settings = replace(settings, plan=store.get("plan", Plan) or store.put("plan", settings.plan))
         inserter = Inserter(subject.model, subject.ranges, subject.numbers)
         candidates = Candidates(inserter, ready.constants)
         simulation = stack.enter_context(

@@ -143,12 +143,18 @@ def preferred(alike: Sequence[Trial], nbytes: Sequence[int] = ()) -> int:
 
 
 def accepted(
-    trials: Sequence[Trial], plan: Plan, best: Trial | None = None, slower: Collection[Placement] = ()
+    trials: Sequence[Trial],
+    plan: Plan,
+    best: Trial | None = None,
+    slower: Collection[Placement] = (),
+    to_best: float = 1.0,
 ) -> list[Trial]:
     """The trials of one batch, with at most one marked as accepted: the `preferred` winner. Without a winner: a trial
     more accurate than the `best` so far, if it does not seem slower. A trial less accurate than the best must be
-    clearly faster. Placements that are `slower` than float under some condition are never accepted."""
-    able = with_ratios([t for t in trials if t.holds is True and t.placement not in slower], plan)
+    clearly faster. Placements that are `slower` than float under some condition are never accepted. `to_best` is the
+    latency of the trials' opponent relative to the best, where that is another placement."""
+    held = with_ratios([t for t in trials if t.holds is True and t.placement not in slower], plan)
+    able = [(t, r.scaled(to_best)) for t, r in held]
     alike = [(t, r) for t, r in able if r.verdict == "faster"]
     if best is not None:
         alike = [(t, r) for t, r in alike if ALIKE * r.median < 1 or limiting_db(t) >= limiting_db(best)]

@@ -25,7 +25,7 @@ from qdqtune.errors import BadState, EngineRefused, Failure, parsed_json, readin
 from qdqtune.numerics.scores import NO_SCORES, Scores
 from qdqtune.system.checks import NO_STAMPS, Stamps, check_inside, check_single
 from qdqtune.system.writing import write_through
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Placement, Proposal, Trial
 
 VERSION = 5
 """Raised when the format of state files changes, or the files made for a placement do (loading, scales, insertion), so
@@ -33,7 +33,7 @@ that a run never mixes the two. A test notices such a change."""
 
 BEGINNING = b'{"key": "run", '
 
-OF_THE_START = ("ranges", "float:", "metric:")
+OF_THE_START = ("ranges", "plan", "float:", "metric:")
 """Prefixes of keys that are written before the first candidate."""
 
 SENSITIVITY = "sensitivity"
@@ -125,6 +125,8 @@ class Store(Journal):
         changed, nothing more is written."""
         self.path = path
         self._given, self._lock = given, RLock()
+        self.has_lost = False
+        """Whether something failed in this session that may work in a later one."""
         check_inside(path, path.parent)
         check_single(path)
         with writing(path):
@@ -184,6 +186,7 @@ class Store(Journal):
         row = {"value": line.value} if line.failure is None else {"failure": plain(line.failure)}
         with self._lock:
             self._given.check()
+            self.has_lost |= not on_disk
             if on_disk:
                 self._append({"key": line.key + ending, **row})
             self.lines[line.key] = line
@@ -334,6 +337,20 @@ def job_of(trial: Trial) -> str:
 
 def proof_key(placement: Placement) -> str:
     return f"proven:{placement.digest}"
+
+
+PROPOSED = "proposed:"
+"""Prefix of the keys of batches, before their number."""
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """A batch that a search proposed, and the digest of the placement to compare with. `is_lacking`: a failure that may
+    not recur has changed the search, which proposes as without it under the same time budget, that is `under`."""
+
+    against: str
+    proposals: tuple[Proposal, ...]
+    is_lacking: bool
+    under: float | None
 
 
 class FloatRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -438,9 +438,8 @@ class CalibrationData(msgspec.Struct, frozen=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that measurements depend on, but not budgets and numbers of rounds: candidates that fewer rounds left
-    undecided are measured again (`ratios.is_cut_short`), and blocks of the proof are stored by the content of files and
-    by the looks (`Racer`).
+    """Everything that measurements depend on, but not budgets and numbers of rounds: a search goes on with those of the
+    first session, and blocks of the proof are stored by the content of files and by the looks (`Racer`).
 
     Options come before entries derived from them, so that the first difference is the user's.
     """
