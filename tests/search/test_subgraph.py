@@ -57,11 +57,7 @@ def with_bad(parts: Partition, bad: Collection[str], more: float = 0.0) -> Secon
     return seconds
 
 
-def played(
-    search: SubgraphSearch,
-    seconds: Seconds,
-    refused: Collection[Placement] = (),
-) -> list[Trial]:
+def played(search: SubgraphSearch, seconds: Seconds, refused: Collection[Placement] = ()) -> list[Trial]:
     """The trials of a search whose builds take so long; `refused` placements do not build."""
 
     def measured(number: int, proposal: Proposal, against: Placement) -> Trial:

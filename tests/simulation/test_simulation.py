@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,21 +28,23 @@ WORLDS = {
     "little time": World("subgraph", "asymmetric", asks="little time"),
 }
 
+
+def kept(world: World, *faults: Fault, **more: Any) -> Scenario:
+    """One process meets these faults."""
+    return Scenario(world, (faults,), **more)
+
+
 KEPT = {
-    "the list of files is half written when the power goes": Scenario(
-        World("cut"), ((Fault("write", "power", 7),),), seed=1
+    "the list of files is half written when the power goes": kept(World("cut"), Fault("write", "power", 7), seed=1),
+    "the list of files is there, and the power goes later": kept(World("cut"), Fault("write", "power", 130)),
+    "a temporary folder is killed before it is marked": kept(World("region"), Fault("write", "kill", 24)),
+    "no process can be started": kept(World("region"), Fault("start", "no process", 2, 2)),
+    "interrupted while a process starts": kept(World("cut", "refusing"), Fault("start", "interrupt", 1)),
+    "no room for noise that is being measured": kept(World("front", "refusing"), Fault("message", "no room", 42, 3)),
+    "workers are lost while noise is measured": kept(
+        World("subgraph", "asymmetric", noise=2), Fault("build", "lost", 17, 10**9)
     ),
-    "the list of files is there, and the power goes later": Scenario(World("cut"), ((Fault("write", "power", 130),),)),
-    "a temporary folder is killed before it is marked": Scenario(World("region"), ((Fault("write", "kill", 24),),)),
-    "no process can be started": Scenario(World("region"), ((Fault("start", "no process", 2, 2),),)),
-    "interrupted while a process starts": Scenario(World("cut", "refusing"), ((Fault("start", "interrupt", 1),),)),
-    "no room for noise that is being measured": Scenario(
-        World("front", "refusing"), ((Fault("message", "no room", 42, 3),),)
-    ),
-    "workers are lost while noise is measured": Scenario(
-        World("subgraph", "asymmetric", noise=2), ((Fault("build", "lost", 17, 10**9),),)
-    ),
-    "no memory during calibration": Scenario(World("subgraph"), ((Fault("message", "no memory", 17),),)),
+    "no memory during calibration": kept(World("subgraph"), Fault("message", "no memory", 17)),
     "no memory to run the float model again": Scenario(
         World("region", noise=1, asks="limits"),
         ((Fault("message", "silent", 14, 2),), (Fault("message", "no memory", 14, 10**9),)),
@@ -51,31 +54,27 @@ KEPT = {
         ((Fault("message", "cancel", 9),), (Fault("message", "delay", 16, 3),)),
         seed=41200,
     ),
-    "no memory for rounds of a proof before another file's metric was asked for": Scenario(
-        World("subgraph", "plain", "minmax", workers=2, asks="function"),
-        ((Fault("rounds", "no memory", 6),),),
-        seed=5085,
+    "no memory for rounds of a proof before another file's metric was asked for": kept(
+        World("subgraph", "plain", "minmax", workers=2, asks="function"), Fault("rounds", "no memory", 6), seed=5085
     ),
-    "no room for the layers of a point of a front": Scenario(
-        World("front", noise=1), ((Fault("message", "no room", 76),),)
+    "no room for the layers of a point of a front": kept(World("front", noise=1), Fault("message", "no room", 76)),
+    "no room for the layers of the float model": kept(
+        World("subgraph", "refusing", noise=3), Fault("message", "no room", 16)
     ),
-    "no room for the layers of the float model": Scenario(
-        World("subgraph", "refusing", noise=3), ((Fault("message", "no room", 16),),)
+    "each time that rounds are timed, and no time is left": kept(
+        World("cut", noise=1, asks="little time"), Fault("rounds", "lost", 2, 10**9)
     ),
-    "each time that rounds are timed, and no time is left": Scenario(
-        World("cut", noise=1, asks="little time"), ((Fault("rounds", "lost", 2, 10**9),),)
+    "a search that lacked memory has timed what becomes a point of a front": kept(
+        World("front", asks="scores"), Fault("message", "no memory", 103), repeats=True
     ),
-    "a search that lacked memory has timed what becomes a point of a front": Scenario(
-        World("front", asks="scores"), ((Fault("message", "no memory", 103),),), repeats=True
+    "a front that lacked memory has timed what a search proposes": kept(
+        World("front", workers=2, asks="function"), Fault("message", "no memory", 86)
     ),
-    "a front that lacked memory has timed what a search proposes": Scenario(
-        World("front", workers=2, asks="function"), ((Fault("message", "no memory", 86),),)
+    "a race of several is lost when no time is left to race each alone": kept(
+        World("front", "without times", "usual", asks="little time"), Fault("rounds", "lost", 2, 10**9)
     ),
-    "a race of several is lost when no time is left to race each alone": Scenario(
-        World("front", "without times", "usual", asks="little time"), ((Fault("rounds", "lost", 2, 10**9),),)
-    ),
-    "no room for temporary folders": Scenario(World("cut", "refusing"), ((Fault("write", "full", 168, 10**9),),)),
-}  # fmt: skip
+    "no room for temporary folders": kept(World("cut", "refusing"), Fault("write", "full", 168, 10**9)),
+}
 """What the simulation has found, with faults where they have failed."""
 
 

@@ -24,9 +24,6 @@ from qdqtune.search.costs.rule_costs import left_nodes
 from qdqtune.tuning.bench import NO_NODES
 from runs import without_seconds
 
-SIMULATOR = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"), reason="Qualcomm's simulator runs on x86-64 only"
-)
 pytestmark = pytest.mark.xdist_group("npu")
 """One process makes the runs that most of them look at."""
 
@@ -61,9 +58,15 @@ def options(folder: Path, name: str, **more) -> TuneOptions:
 
 
 @pytest.fixture(scope="module")
-def missed(folder: Path):
-    """What a run with a limit that nothing holds found."""
+def simulator() -> None:
     pytest.importorskip("onnxruntime_qnn")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("Qualcomm's simulator runs on x86-64 only")
+
+
+@pytest.fixture(scope="module")
+def missed(folder: Path, simulator: None):
+    """What a run with a limit that nothing holds found."""
     return tune(options(folder, "probed", min_sqnr=200.0, builds=3).settings())
 
 
@@ -81,7 +84,6 @@ def done(folder: Path, limit: float):
     return tune(options(folder, "out", min_sqnr=limit).settings())
 
 
-@SIMULATOR
 def test_accuracy_that_8_bits_miss_takes_16_where_it_must(done, folder: Path, limit: float) -> None:
     narrow, wide = done.history[:2]
     assert (narrow.proposal.origin, wide.proposal.origin) == ("8 bits", "16 bits")
@@ -98,7 +100,6 @@ def test_accuracy_that_8_bits_miss_takes_16_where_it_must(done, folder: Path, li
     assert load(folder / "out" / "optimized_final.onnx").opset == 21
 
 
-@SIMULATOR
 def test_nodes_are_explained_and_nothing_is_said_about_speed(done, folder: Path) -> None:
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert summary["timed"] is False
@@ -121,28 +122,24 @@ def test_nodes_are_explained_and_nothing_is_said_about_speed(done, folder: Path)
     assert all(candidate.speed is None for candidate in report.candidates)
 
 
-@SIMULATOR
 def test_the_same_command_gives_the_same_result(done, folder: Path, limit: float) -> None:
     again = tune(options(folder, "out", min_sqnr=limit).settings())
     assert [trial.placement for trial in again.history] == [trial.placement for trial in done.history]
     assert (without_seconds(again.summary), again.notes) == (without_seconds(done.summary), done.notes)
 
 
-@SIMULATOR
 def test_what_was_found_is_verified_by_its_outputs(done, folder: Path) -> None:
     found = verify(VerifyOptions(folder=folder / "out", calibration_data=str(folder / "samples.npz")))
     assert found.holds
     assert "nothing was timed" in found.why
 
 
-@SIMULATOR
 def test_the_rules_give_the_first_candidate(done, folder: Path) -> None:
     written = folder / "rules.onnx"
     made = quantize(folder / "m.onnx", output=written, calibration_data=str(folder / "samples.npz"), engine="qnn")
     assert made.placed.placement == done.history[0].placement
 
 
-@SIMULATOR
 def test_limits_that_nothing_holds_ship_the_float_model(missed) -> None:
     assert missed.shipped == "baseline"
     assert missed.unmet
@@ -165,7 +162,6 @@ def test_on_another_machine_its_processor_tells_whether_a_search_goes_by_time(fo
     assert (found.builds == BY_RULE_BUILDS["default"]) is not is_timed
 
 
-@SIMULATOR
 def test_the_placement_is_applied_with_its_bits_and_sizes_and_without_them_elsewhere(done, folder: Path) -> None:
     model = onnx.load(folder / "m.onnx")
     for value in (*model.graph.input, *model.graph.output):
@@ -184,7 +180,6 @@ def test_the_placement_is_applied_with_its_bits_and_sizes_and_without_them_elsew
 DRAWN = np.random.default_rng(0).standard_normal((40, 4, 32)).astype(np.float32)
 
 
-@SIMULATOR
 @pytest.mark.parametrize(
     ("nodes", "samples", "least_db"),
     [
@@ -192,8 +187,7 @@ DRAWN = np.random.default_rng(0).standard_normal((40, 4, 32)).astype(np.float32)
         ("p = MatMul(x, w) y = Add(zeros, p)", DRAWN, 30),  # a bias of zeros, and a small sum
     ],
 )
-def test_small_numbers_stay_right(tmp_path: Path, nodes: str, samples: np.ndarray, least_db: float) -> None:
-    pytest.importorskip("onnxruntime_qnn")
+def test_small_numbers_stay_right(simulator, tmp_path, nodes, samples, least_db):
     weights = {"w": normal(32, 32, scale=1 / 500), "zeros": np.zeros(32, np.float32)} if "w" in nodes else {}
     model, data, written = tmp_path / "m.onnx", str(tmp_path / "samples.npz"), tmp_path / "pairs.onnx"
     save(build(f"net (float[1,4,32] x) => (float[1,4,32] y) {{ {nodes} }}", weights, opset=17), model)
@@ -202,7 +196,6 @@ def test_small_numbers_stay_right(tmp_path: Path, nodes: str, samples: np.ndarra
     assert compare(model, written, calibration_data=data, engine="qnn").rows[-1].sqnr_db > least_db
 
 
-@SIMULATOR
 def test_poor_outputs_in_8_bits_are_told_where_16_help(missed, folder: Path) -> None:
     x = np.random.default_rng(1).standard_normal((40, 8, 12, 12)).astype(np.float32)
     x[1] *= 1000  # a sample of calibration, beside whose values all others are rounded to nothing
@@ -214,9 +207,7 @@ def test_poor_outputs_in_8_bits_are_told_where_16_help(missed, folder: Path) -> 
     assert "tune with `engine` qnn finds the tensors that need 16 bits" in " ".join(made.notes)
 
 
-@SIMULATOR
-def test_a_chip_that_the_provider_does_not_know_ships_nothing(folder: Path) -> None:
-    pytest.importorskip("onnxruntime_qnn")
+def test_a_chip_that_the_provider_does_not_know_ships_nothing(simulator: None, folder: Path) -> None:
     chip = {"provider_options": {"soc_model": "9999"}}
     found = tune(options(folder, "no chip", min_sqnr=20.0, engine_options=chip).settings())
     assert found.shipped == "baseline"

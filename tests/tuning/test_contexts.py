@@ -39,8 +39,6 @@ def is_final(build: Build, count: int) -> bool:
 
 
 # What is proven
-
-
 def test_a_result_is_proven_at_each_number_of_threads(model: Path) -> None:
     result = run(model, (4, 1))
     assert result.improved
@@ -77,8 +75,6 @@ def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) ->
 
 
 # What counts
-
-
 def test_the_error_is_shared_by_the_numbers_at_which_a_file_may_win(model: Path) -> None:
     one, two = settings(model, engine=ONE), settings(model, engine=ONE, threads=(1, 2))
     assert two.proof_plan.error == one.proof_plan.error / 2
@@ -108,17 +104,8 @@ def test_numbers_that_nothing_can_be_proven_at(model: Path, engine: str, asked: 
 
 
 # What is told
-
-
 @pytest.mark.parametrize(("at_four", "threads", "is_told"), [(8.0, None, True), (8.0, (4,), False), (1.0, None, False)])
-def test_a_float_model_that_is_faster_at_one_thread_is_told_of(
-    model: Path,
-    workers: Workers,
-    monkeypatch: pytest.MonkeyPatch,
-    at_four: float,
-    threads: tuple[int, ...] | None,
-    is_told: bool,
-) -> None:
+def test_a_float_model_that_is_faster_at_one_thread_is_told_of(model, workers, monkeypatch, at_four, threads, is_told):
     monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], is_threaded=True))
     monkeypatch.setattr("qdqtune.engines.machine.usable_cores", lambda: 4)
     workers.slower = lambda build: at_four if build.threads == 4 else 1.0
@@ -140,9 +127,7 @@ def test_a_float_model_that_is_faster_at_one_thread_is_told_of(
         (0.0, 4, "`threads` 4: this process may use 2 cores of this machine, so threads wait for each other"),
     ],
 )
-def test_a_busy_machine_is_noted_before_the_run(
-    monkeypatch: pytest.MonkeyPatch, load: float, threads: int, said: str | None
-) -> None:
+def test_a_busy_machine_is_noted_before_the_run(monkeypatch, load, threads, said):
     machine = replace(HERE, cores=2, all_cores=2, load=load)
     note = contexts.busy(EngineSpec("onnxruntime", {"threads": threads}), machine)
     assert (note is None) == (said is None)

@@ -80,13 +80,7 @@ class Telling:
 LAYERS = [Layer(name, (name,), "", 1.0, "compute") for name in ("m0", "a0", "m1", "a1")]
 
 
-def shares_of(
-    tmp_path: Path,
-    telling: Telling,
-    graph: Model,
-    layers: Sequence[Layer] = (),
-    **said: Any,
-) -> Any:
+def shares_of(tmp_path: Path, telling: Telling, graph: Model, layers: Sequence[Layer] = (), **said: Any) -> Any:
     settings, told = Settings(tmp_path / "m.onnx", **said), lambda: layers or LAYERS
     with Store(tmp_path / "state.yaml", {}) as store:
         return asked.format_shares(subject(graph), settings, telling, store, told)
