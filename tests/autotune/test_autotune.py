@@ -277,7 +277,7 @@ def test_state_is_that_of_one_configuration_and_of_the_last_script_that_wrote_it
     autotuner.save_state("state.yaml")
     other = begun(mixed().to_proto(), Config(maximum_mutations=2))
     for use in (other.load_state, other.save_state):
-        with pytest.raises(BadState, match="maximum mutations 3, now it is 2"):
+        with pytest.raises(BadState, match="`maximum_mutations` 3, now it is 2"):
             use("state.yaml")
     with pytest.raises(BadState, match="no state file"):
         other.load_state("missing.yaml")
@@ -404,7 +404,7 @@ def test_regions_may_change_and_have_one_id() -> None:
     assert {p.region_index for p in everything.child_region_inputs} == {0, 1}
     autotuner.save_state("state.yaml")
     autotuner.regions = halves
-    with pytest.raises(BadState, match="made with regions"):
+    with pytest.raises(BadState, match="made with `regions`"):
         autotuner.load_state("state.yaml")
 
 

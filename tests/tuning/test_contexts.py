@@ -52,7 +52,7 @@ def test_a_result_is_proven_at_each_number_of_threads(model: Path) -> None:
     assert rows[0]["ratio"] < rows[1]["ratio"] < 1
     assert rows[0]["verdict"] == "faster"
     assert (result.summary["ratio"], result.summary["proof_builds"]) == (rows[0]["ratio"], 6)
-    with pytest.raises(BadState, match=r"threads \[1, 4\], now it is \[1, 2, 4\]"):
+    with pytest.raises(BadState, match=r"`threads` \[1, 4\], now it is \[1, 2, 4\]"):
         run(model, (1, 2, 4))
 
 

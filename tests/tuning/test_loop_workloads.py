@@ -56,7 +56,7 @@ def test_a_run_goes_on_and_other_workloads_are_refused(model: Path, workers: Wor
     assert tune(settings(model, WEIGHTS)).improved
     assert len(workers.builds) == built
     tune(settings(model, {"decode": 0.8, "prefill": 0.2}))  # the same shares
-    with pytest.raises(BadState, match=r"made with workloads decode 0\.8 .*, now it is decode 0\.5 "):
+    with pytest.raises(BadState, match=r"made with `workloads` decode 0\.8 .*, now it is decode 0\.5 "):
         tune(settings(model, {"decode": 1, "prefill": 1}))
     np.savez(model.with_name("decode.npz"), **call_of(2, 15))
     with pytest.raises(BadState, match="workloads"):

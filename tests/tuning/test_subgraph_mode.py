@@ -83,7 +83,7 @@ def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
     graph.write_text(json.dumps({"Layers": ["first", "relu"]}))
     code, _, said = call(*common)
     assert code == 2
-    assert "made with graph json" in said
+    assert "made with --graph-json" in said
 
 
 def trt_run(folder: Path, program: str, **options: Any) -> Result:
