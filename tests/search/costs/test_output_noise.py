@@ -41,6 +41,8 @@ class TestEstimatedNoise:
         far, near = trial(on("a", "w"), db=0.0), trial(on("a"), db=10 * np.log10(1 / 0.05))
         assert noise.allowed([far]) == pytest.approx(0.1 * 0.75)
         assert noise.allowed([far, near]) == noise.allowed([near, far]) == pytest.approx(0.1 * 0.25 / 0.05)
+        misjudged = trial(on("b"), db=7)  # its sum of 0.25 is within what `near` seems to allow
+        assert noise.allowed([misjudged, near]) == pytest.approx(0.1 * 0.25 / 10**-0.7)
 
     def test_pairs_and_stored_weights_are_corrected_apart(self) -> None:
         weight, weight_format = Edge("w", "node", 1), WeightFormat(4, 32)

@@ -162,7 +162,9 @@ class Noise:
         measured = ((t.accuracy.noise, self.summed(t.placement)) for t in history if t.accuracy is not None)
         known = [(real, summed) for real, summed in measured if real > 0 and summed > 0]
         real, summed = min(known, key=lambda pair: abs(log(pair[0] / limit)), default=(1.0, 1.0))
-        return summed * limit / real
+        allowed = summed * limit / real
+        # Sums that were to hold the limit and did not are too low for placements such as the cut proposes.
+        return min([allowed, *(s * limit / r for r, s in known if r > limit and s <= allowed)])
 
     def _by_metric(self, history: Sequence[Trial]) -> tuple[float, float]:
         """The largest summed noise that met all limits other than the SQNR of all samples (metric, single samples,
