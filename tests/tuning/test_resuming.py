@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -20,7 +21,8 @@ from models import FORMATS, conv_net
 from qdqtune.calibration.scales import Calibration, Range, Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
-from qdqtune.errors import BadModel, BadState
+from qdqtune.errors import BadModel, BadState, EngineFailure
+from qdqtune.numerics import fitting
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.region import Config
@@ -71,6 +73,19 @@ def test_a_run_that_is_killed_ends_with_the_same_files(model: Path, call: Call) 
     for name in ("autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimized_final.onnx", "placement.yaml"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert timeless((out / STATE).read_bytes()) == timeless((whole / STATE).read_bytes())
+
+
+def test_a_calibration_that_was_interrupted_while_biases_were_corrected_keeps_its_ranges(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = settings(write(conv_net(), model.parent), calibration=Calibration("mse", bias_correction=True))
+    whole = tune(replace(asked, output_dir=model.parent / "whole"))
+    with monkeypatch.context() as patched:
+        patched.setattr(fitting, "_with_biases", Mock(side_effect=EngineFailure("stopped")))
+        with pytest.raises(EngineFailure):
+            tune(asked)
+    monkeypatch.setattr(fitting.Prepared, "ranges", Mock(side_effect=AssertionError))
+    assert tune(asked).history == whole.history
 
 
 def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> None:

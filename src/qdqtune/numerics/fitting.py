@@ -61,12 +61,14 @@ def fitted(
     *,
     bias_samples: Callable[[float], int] = lambda _: BIAS_SAMPLES,
     only_placed: bool = False,
+    kept: Callable[[Callable[[], Ranges]], Ranges] = lambda find: find(),
 ) -> Ranges:
     """Ranges by `how`, with corrected biases where these bring the outputs closer to the float model's.
 
     `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. With `only_placed` only
     its tensors are calibrated, which saves time. `bias_samples` returns how many samples may be used to correct biases
     if each takes so many seconds (0: no correction); it is called after calibration, and after the float model ran.
+    `kept` returns what its argument finds, the ranges before biases are corrected, now or in an earlier session.
     """
     model, listener = prepared.shaped, listener or Deaf()
     tensors = None
@@ -74,7 +76,7 @@ def fitted(
         with_pairs = {edge.tensor for edge in placed(some_ranges(model))}
         tensors = tuple(tensor for tensor in candidate_tensors(model) if tensor in with_pairs)
     listener.stage(f"calibrating on {prepared.samples.origin}")
-    ranges = prepared.ranges(how, numbers, tensors)
+    ranges = kept(lambda: prepared.ranges(how, numbers, tensors))
     if tensors and not all(tensor in ranges.activations for tensor in tensors):
         ranges = prepared.ranges(how, numbers)  # rules may place others in their stead
     ranges = with_known_ranges(model, ranges, numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -60,6 +60,9 @@ CALIBRATION_SHARE = 0.25
 
 FAIR_SAMPLES, LONGER = 16, 1.5
 """A pass over fewer samples than this may take that many times its part of the time. Chosen, not measured."""
+
+FIRST_RANGES = "ranges before biases are corrected"
+"""Their key in the state file."""
 
 PAIRED = 2.0
 """Time of an inference with pairs that nothing fuses, relative to one without. Estimated, not measured."""
@@ -262,12 +265,21 @@ def calibrated(
     if record is None:
         in_time = SamplesInTime.of(subject.prepared, ends, observer)
         prepared = replace(subject.prepared, calibration=replace(subject.prepared.calibration, produce=in_time))
-        placed = partial(placement_by_rules, subject, settings)
+
+        def kept(find: Callable[[], Ranges]) -> Ranges:
+            def measured() -> RangesRecord:
+                return RangesRecord(ranges=find(), hurried=in_time.left_out())
+
+            return store.memo(FIRST_RANGES, RangesRecord, measured).ranges
+
+        placed, bias_samples = partial(placement_by_rules, subject, settings), in_time.bias_samples
         found = fitted(
-            prepared, settings.calibration, subject.numbers, placed, observer, bias_samples=in_time.bias_samples
+            prepared, settings.calibration, subject.numbers, placed, observer, bias_samples=bias_samples, kept=kept
         )
         whole = with_wide(prepared, found, subject.numbers)
-        record = store.put("ranges", RangesRecord(ranges=whole, hurried=in_time.calibration_notes()))
+        first = store.get(FIRST_RANGES, RangesRecord)
+        hurried = (*(first.hurried if first is not None else ()), *in_time.calibration_notes())
+        record = store.put("ranges", RangesRecord(ranges=whole, hurried=tuple(dict.fromkeys(hurried))))
     ranges = record.ranges
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
@@ -345,7 +357,7 @@ class SamplesInTime:
 
     def calibration_notes(self) -> tuple[str, ...]:
         """Notes on what the calibration left out; the observer gets them, and is told if time is over."""
-        notes = tuple(filter(None, [self.shortfall("calibrate on all samples"), *dict.fromkeys(self.notes)]))
+        notes = (*self.left_out(), *dict.fromkeys(self.notes))
         for note in notes:
             self.observer.note(note)
         if self.ends is not None and time.monotonic() > self.ends:
@@ -354,6 +366,10 @@ class SamplesInTime:
                 "`calibration_samples` takes fewer"
             )
         return notes
+
+    def left_out(self) -> tuple[str, ...]:
+        """A note on samples that calibration left out, if it did."""
+        return tuple(filter(None, [self.shortfall("calibrate on all samples")]))
 
     def shortfall(self, what: str) -> str | None:
         """A message that there is not enough time to do `what`; None if no sample was left out."""
