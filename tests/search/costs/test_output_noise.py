@@ -1,5 +1,7 @@
 """Noise that is estimated from values, and corrected by builds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -41,8 +43,12 @@ class TestEstimatedNoise:
         far, near = trial(on("a", "w"), db=0.0), trial(on("a"), db=10 * np.log10(1 / 0.05))
         assert noise.allowed([far]) == pytest.approx(0.1 * 0.75)
         assert noise.allowed([far, near]) == noise.allowed([near, far]) == pytest.approx(0.1 * 0.25 / 0.05)
-        misjudged = trial(on("b"), db=7)  # its sum of 0.25 is within what `near` seems to allow
-        assert noise.allowed([misjudged, near]) == pytest.approx(0.1 * 0.25 / 10**-0.7)
+        seed = trial(on("b"), db=6)
+        assert noise.allowed([seed, near]) == noise.allowed([near])
+        proposal = replace(seed.proposal, predicted=0.8)  # was to hold the limit
+        assert noise.allowed([replace(seed, proposal=proposal), near]) == pytest.approx(0.1 * 0.25 / 10**-0.6)
+        broken = replace(seed, proposal=proposal, accuracy=Accuracy(-30.0))
+        assert noise.allowed([broken, near]) == pytest.approx(0.1 * 0.25)
 
     def test_pairs_and_stored_weights_are_corrected_apart(self) -> None:
         weight, weight_format = Edge("w", "node", 1), WeightFormat(4, 32)

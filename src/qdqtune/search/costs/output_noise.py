@@ -159,12 +159,14 @@ class Noise:
         limit = self.limit
         if limit is None:
             return inf
-        measured = ((t.accuracy.noise, self.summed(t.placement)) for t in history if t.accuracy is not None)
-        known = [(real, summed) for real, summed in measured if real > 0 and summed > 0]
-        real, summed = min(known, key=lambda pair: abs(log(pair[0] / limit)), default=(1.0, 1.0))
-        allowed = summed * limit / real
-        # Sums that were to hold the limit and did not are too low for placements such as the cut proposes.
-        return min([allowed, *(s * limit / r for r, s in known if r > limit and s <= allowed)])
+        measured = [(t, t.accuracy.noise, self.summed(t.placement)) for t in history if t.accuracy is not None]
+        known = [(t, real, summed) for t, real, summed in measured if real > 0 and summed > 0]
+        nearest = min(known, key=lambda each: abs(log(each[1] / limit)), default=None)
+        allowed = limit if nearest is None else nearest[2] * limit / nearest[1]
+        # Sums of proposals that were to hold the limit and did not are too low for placements of their kind; but one
+        # that went wrong for another reason must not end the search.
+        missed = [(real, summed) for t, real, summed in known if real > limit and t.proposal.predicted is not None]
+        return min([allowed, *(summed * max(limit / real, WITHIN_FACTOR) for real, summed in missed)])
 
     def _by_metric(self, history: Sequence[Trial]) -> tuple[float, float]:
         """The largest summed noise that met all limits other than the SQNR of all samples (metric, single samples,
