@@ -114,8 +114,13 @@ def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
 
 
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
-    """`cut_within`, with the noise that is expected of the whole placement."""
-    found, price = _cheapest(costs, noise, limit, noise.expected, SIMULATED_BISECTIONS, CLOSE_TO_LIMIT * limit)
+    """`cut_within`, with the noise that is expected of the whole placement. As that takes long to find, the first price
+    to try is the one at which sums hold the limit, if they err as they do for the fastest placement."""
+    fastest, first = costs.partition.placement(cut(costs)), inf
+    if (expected := noise.expected(fastest)) > limit:
+        allowed = noise.summed(fastest) * limit / expected
+        first = _cheapest(costs, noise, allowed, noise.summed, BISECTIONS, allowed)[1] if allowed > 0 else inf
+    found, price = _cheapest(costs, noise, limit, noise.expected, SIMULATED_BISECTIONS, CLOSE_TO_LIMIT * limit, first)
     return _quietest(costs, noise, found, price, limit, noise.expected)
 
 
@@ -137,7 +142,13 @@ def _quietest(
 
 
 def _cheapest(
-    costs: Costs, noise: Noise, allowed: float, amount: Callable[[Placement], float], bisections: int, enough: float
+    costs: Costs,
+    noise: Noise,
+    allowed: float,
+    amount: Callable[[Placement], float],
+    bisections: int,
+    enough: float,
+    first: float = inf,
 ) -> tuple[Decision, float]:
     """The optimum whose noise, as `amount` measures it, is at most `allowed`, and its price on noise. Quantizes nothing
     if no price achieves that, because noise of single tensors does not explain that of placements."""
@@ -145,7 +156,8 @@ def _cheapest(
         lambda price: cut(costs, noise, price),
         lambda decision: amount(costs.partition.placement(decision)),
         allowed=allowed,
-        first=costs.float_ms / allowed,  # at this price the allowed noise costs the float model's time
+        # At the other price the allowed noise costs the float model's time.
+        first=first if 0 < first < inf else costs.float_ms / allowed,
         bisections=bisections,
         enough=enough,
     ) or (Decision(), inf)
