@@ -130,7 +130,7 @@ def test_outputs_that_are_named_as_scores_are_judged_by_their_best_class(tmp_pat
     is_refused(call, tmp_path, "", *again, "--scores", f"{output}:7")
     is_refused(call, tmp_path, "", *tune, "--scores", "none")  # another run: what judged its candidates has changed
     for command in (quantize, compare, tune):
-        is_refused(call, tmp_path, "--scores other names no output: there are ", *command, "--scores", "other")
+        is_refused(call, tmp_path, "--scores other names no output: the model has ", *command, "--scores", "other")
 
 
 # Below 20 dB

@@ -143,7 +143,7 @@ def test_the_user_names_outputs_and_axes(asked: list[str], axis: dict[str, int])
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ("other", "names no output: there are map, ids"),
+        ("other", "names no output: the model has map, ids"),
         ("map:", "names no output"),
         ("map:x", "names no output"),
         ("map:4", r"float32\[1, 3, 8, 8\] has no scores of classes along axis 4"),

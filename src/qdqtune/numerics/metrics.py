@@ -336,7 +336,7 @@ def open_labelled(options: LabelOptions, prepared: Prepared) -> Labelled:
     data, limit = prepared.data.calibration_data, prepared.data.calibration_samples
     asked, colon, output = metric.partition(":")
     if colon and output not in model.outputs:
-        raise BadOption(f"`metric` {metric} names no output: there are {', '.join(model.outputs)}")
+        raise BadOption(f"`metric` {metric} names no output: the model has {', '.join(model.outputs)}")
     found = None if labels is None else read_labels(labels)
     if labels is not None and labels.suffix.lower() == ".npz":
         names = {spec.name for spec in input_specs(model)}

@@ -137,7 +137,7 @@ def asked_outputs(asked: Sequence[str], outputs: Sequence[str]) -> dict[str, str
     for text in () if list(asked) == [NONE] else asked:
         name, _, axis = (text, "", None) if text in outputs else text.rpartition(":")
         if name not in outputs or not (axis is None or re.fullmatch(rf"-?\d{{1,2}}|{BINARY}", axis)):
-            raise BadOption(f"`scores` {text} names no output: there are {', '.join(outputs)}")
+            raise BadOption(f"`scores` {text} names no output: the model has {', '.join(outputs)}")
         found[name] = axis
     return found
 

@@ -245,6 +245,7 @@ def sensitivities(
     switched = with_roundings(model, roundings, switched=True)
     # not fused: ONNX Runtime's fusions do not look outside of an If
     with onnxruntime_session(limited(execution, switched), fuse=False) as session:
+        own = own_errors(session, model, roundings, samples[:each])
         run = session.load(switched, "switched")
 
         def outputs(block: Block, chosen: Sequence[Sample]) -> Outputs:
@@ -291,7 +292,6 @@ def sensitivities(
             noise = UNBOUNDED_NOISE if found is None else Accuracy(sqnr_db(reference, found)).noise
             return min(noise, UNBOUNDED_NOISE)
 
-        own = own_errors(session, model, roundings, used)
         blocks = halved(count, noise_of, wanted, floor, deadline)
     tensors = [rounding.tensor for rounding in roundings]
     shares = shared(blocks, own)
@@ -300,8 +300,14 @@ def sensitivities(
 
 
 def own_errors(session: Session, model: Model, roundings: Sequence[Rounding], samples: Sequence[Sample]) -> list[float]:
-    """The error of each rounding relative to its tensor, in power, on these samples; 0 where that is no number."""
-    outputs = session.outputs(with_errors(model, roundings), "errors", samples)
+    """The error of each rounding relative to its tensor, in power, on these samples; 0 where that is no number, and for
+    all if ONNX Runtime does not run the model with an output for each."""
+    try:
+        outputs = session.outputs(with_errors(model, roundings), "errors", samples)
+    except EngineRefused as refused:
+        if refused.is_transient:
+            raise
+        return [0.0] * len(roundings)
     errors = [sum(float(each[f"{ERROR}{i}"]) for each in outputs) for i in range(len(roundings))]
     powers = [sum(float(each[f"{POWER}{i}"]) for each in outputs) for i in range(len(roundings))]
     ratios = (error / power if power > 0 else 0.0 for error, power in zip(errors, powers, strict=True))
@@ -313,7 +319,8 @@ def shared(blocks: Mapping[Block, float], own: Sequence[float]) -> list[float]:
     shares = [0.0] * len(own)
     for (start, stop), noise in blocks.items():
         parts = own[start:stop] if sum(own[start:stop]) > 0 else [1.0] * (stop - start)
-        shares[start:stop] = [noise * part / sum(parts) for part in parts]
+        whole = sum(parts)
+        shares[start:stop] = [noise * (part / whole) for part in parts]
     return shares
 
 

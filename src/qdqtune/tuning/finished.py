@@ -206,10 +206,9 @@ class FinishedRun:
     @cached_property
     def alone(self) -> Mapping[str, float]:
         """For each tensor that was rounded alone, the power of the output error relative to the output's power."""
-        found = [*self.records.values(f"{SENSITIVITY}:", Sensitivities).values()]
-        return (
-            {tensor: noise for tensor, noise in found[-1].noise.items() if tensor in found[-1].alone} if found else {}
-        )
+        found = list(self.records.values(f"{SENSITIVITY}:", Sensitivities).values())
+        last = found[-1] if found else Sensitivities({})
+        return {tensor: noise for tensor, noise in last.noise.items() if tensor in last.alone}
 
     @cached_property
     def noise(self) -> Noise | None:

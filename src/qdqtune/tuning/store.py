@@ -345,7 +345,8 @@ PROPOSED = "proposed:"
 
 class BatchRecord(msgspec.Struct, frozen=True):
     """A batch that a search proposed, and the digest of the placement to compare with. `is_lacking`: a failure that may
-    not recur has changed the search, which proposes as without it under the same time budget, that is `under`."""
+    not recur had changed the search before. Then a later session with the same time budget, `under` in seconds, leaves
+    the batch out and proposes anew; one with another budget repeats it."""
 
     against: str
     proposals: tuple[Proposal, ...]

@@ -70,7 +70,7 @@ class Noise:
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        """For each tensor that only rearranges another (Reshape, Transpose and the like), that other tensor."""
+        """For each tensor that only rearranges another (Reshape, Transpose and the like), the first of that chain."""
         first: dict[str, str] = {}
         for node in self.model.nodes:
             if node.op in REARRANGES and not node.domain and node.inputs[0] not in self.model.constants:

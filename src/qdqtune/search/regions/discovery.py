@@ -371,7 +371,8 @@ def post_dominators(flow: Flow) -> dict[int, int]:
 
 
 def _divergences(flow: Flow, blocks: Sequence[Block]) -> Outline:
-    """Nested groups from the blocks that are not small; of deep nests only the innermost levels."""
+    """The tree of groups that branches make: one for each block (from a fork to where its branches join) that is not
+    small and less than `NESTING` levels high. `home` has the group of each node."""
     parent, home = [0], [0] * len(flow.model.nodes)
     for block in blocks:
         if not block.is_small and block.height < NESTING:
