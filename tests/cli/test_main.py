@@ -227,6 +227,8 @@ def test_an_engine_that_does_not_exist_is_refused_by_every_command(command, call
         (["a.npz"], "error: MODEL: a.npz is no ONNX file"),
         (["m", "--threads", "8", "1"], "several values of one option are parted by commas, like 8,1"),
         (["m", "--bias-correction", "off"], "takes no value: give --bias-correction alone, or --no-bias"),
+        (["m", "--bias_correction", "off"], "takes no value: give --bias-correction alone, or --no-bias"),
+        (["m", "--no-bias-correction", "off"], "takes no value: give --no-bias-correction alone, or --bias"),
         (["m", "--quiet=True"], "--quiet takes no value: give --quiet alone, or leave it out"),
         (["m", "--engine", "TensorRT"], "tensorrt-rtx, trtexec"),
         (["m", "--threads", "9999999999999999"], "'9999999999999999' is no whole number from 1 up to 9999"),

@@ -189,7 +189,7 @@ def test_a_speedup_is_missed_only_where_all_of_its_interval_lies_below(ratio, le
         (GateOptions(min_sqnr=25), None, "failed", "NaN"),
         (GateOptions(min_agreement=0.9), Accuracy(sqnr_db=9.0, agreement=0.95), "holds", "95.0%"),
         (GateOptions(min_agreement=0.9), Accuracy(sqnr_db=9.0, agreement=0.5), "missed", "50.0%"),
-        (GateOptions(min_agreement=0.9), Accuracy(top1=0.867, choices=15, samples=15), "undecided", "about 224 could"),
+        (GateOptions(min_agreement=0.9), Accuracy(top1=0.867, choices=15, samples=15), "undecided", "about 277 could"),
         (GateOptions(min_agreement=0.9), Accuracy(top1=9 / 15, choices=15, samples=15), "missed", "60.0%"),
         (GateOptions(min_agreement=0.9), Accuracy(sqnr_db=9.0), "undecided", "`scores`"),
         (

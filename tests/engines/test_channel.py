@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -130,3 +131,18 @@ def test_the_other_end_is_gone(ends: Ends) -> None:
         ends[0].recv(60.0)
     with pytest.raises(OSError):
         ends[0].send(np.zeros(2**16, np.float32), 60.0)
+
+
+def test_the_limit_is_for_the_whole_answer(ends: Ends) -> None:
+    here, there = ends
+    is_over = Event()
+
+    def drip() -> None:
+        while not is_over.wait(0.05):
+            there._writes.write(b"x")
+
+    with ThreadPoolExecutor() as threads:
+        threads.submit(drip)
+        with pytest.raises(TimeoutError):
+            here.recv(0.4)
+        is_over.set()

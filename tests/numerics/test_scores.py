@@ -5,8 +5,8 @@ import pytest
 
 from qdqtune.errors import BadOption
 from qdqtune.numerics.accuracy import accuracy, closeness_of
-from qdqtune.numerics.scores import agrees, independent, scores_of
-from qdqtune.types import Array
+from qdqtune.numerics.scores import agrees, independent, scores_of, too_few_to_tell
+from qdqtune.types import Accuracy, Array
 
 SAMPLES = 6
 
@@ -190,3 +190,12 @@ def test_many_outputs_take_one_short_line_and_a_sample_may_have_no_rows() -> Non
     rows = [{"y": y} for y in [*clear((5, 10), 1), np.zeros((0, 10), np.float32)]]
     found = accuracy(rows, rows)
     assert (found.top1, found.choices, found.independent) == (1.0, 5 * SAMPLES, None)
+
+
+@pytest.mark.parametrize(("samples", "share", "least"), [(8, 0.75, 0.95), (15, 13 / 15, 0.9), (50, 0.9, 0.95)])
+def test_the_samples_that_are_said_to_tell_two_shares_apart_do(samples: int, share: float, least: float) -> None:
+    told = too_few_to_tell(Accuracy(top1=share, choices=samples, samples=samples), least)
+    assert told is not None
+    could = int(told.split()[-2].replace(",", ""))
+    assert could > samples
+    assert not agrees(Accuracy(top1=share, choices=could, samples=could), least)

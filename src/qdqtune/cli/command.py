@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any, get_args
 
 import click
@@ -91,8 +91,11 @@ class Command(click.Command):
         """Refuse `--switch off` and `--switch=off`: click takes such a word for an argument of the command."""
         switches = [own for own in options_of(self.kind).values() if own.is_switch]
         others = {flag: own.negative for own in switches for flag in own.spellings}
-        for word, following in zip_longest(args, args[1:], fillvalue=""):
+        others |= {own.negative: own.spellings[0] for own in switches if own.negative}
+        words = list(takewhile(lambda word: word != "--", args))
+        for word, following in zip_longest(words, words[1:], fillvalue=""):
             flag, _, value = word.partition("=")
+            flag = flag.replace("_", "-")
             if flag in others and (value or following.lower() in ("on", "off", "true", "false", "yes", "no")):
                 ctx.fail(f"{flag} takes no value: give {flag} alone, or {others[flag] or 'leave it out'}")
 

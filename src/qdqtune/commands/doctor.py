@@ -321,7 +321,7 @@ def _examine(graph: str, engine: str, runner: Runner, simulation: Session, time_
     for file, each, layers in zip(files, models, reports, strict=True):
         yield from _check_layers(file.name, each, layers)
     is_float = not any(is_low(layer.precision) for layer in reports[0] if layer.kind != "folded")
-    yield "8 bits", is_float, "a layer of the float model is said to run in 8 bits"
+    yield "8 bits", is_float, f"{'no' if is_float else 'a'} layer of the float model is said to run in 8 bits"
     yield from _check_precision(models[1], reports[1], numbers)
 
 
@@ -338,7 +338,7 @@ def _check_layers(file: str, model: Model, layers: Sequence[Layer]) -> Iterator[
         "a layer behind that of folded nodes": {x.name for x in layers[:-1] if x.kind == "folded"},
     }
     for what, names in wrong.items():
-        yield "layers", not names, f"{file} has {what}: {first_of(sorted(names))}"
+        yield "layers", not names, f"{file}: {what}: {first_of(sorted(names)) if names else 'none'}"
     running = [layer for layer in layers if layer.kind != "folded"]
     times = [layer.time_ms for layer in running if layer.time_ms is not None]
     strange = sum(layer.time_ms or 0.0 for layer in running if layer.kind == "unknown")
@@ -373,16 +373,19 @@ def qualify(options: DoctorOptions, observer: Observer, graphs: Collection[str] 
         runner = stack.enter_context(temporary_runner(sized, execution))
         described = runner.describe()
         exact = stack.enter_context(onnxruntime_session(execution, fuse=False, rewrite=spec.name == "onnxruntime"))
+        absent = BadOption("the engine only builds here: its device is not present")
         for graph in graphs or GRAPHS:
             observer.stage(graph)
             seen: dict[str, Seen] = {}
-            unseen: QdqtuneError = BadOption("the engine only builds here: its device is not present")
+            unseen: QdqtuneError = absent
             try:
                 for check, is_right, told in _examine(graph, spec.name, runner, exact, execution.seconds):
                     if check not in seen or seen[check].state == "held":
                         seen[check] = Seen(check, graph, "held" if is_right else "not held", told)
             except QdqtuneError as error:
                 unseen = error
-            state = "not applicable" if isinstance(unseen, BadOption) else "not held"
+            # Pairs in 8 bits, without other options, are for every engine.
+            is_lacking = isinstance(unseen, BadOption) and bool(GRAPHS[graph][1])
+            state = "not applicable" if unseen is absent or is_lacking else "not held"
             checks += [seen.get(check) or Seen(check, graph, state, str(unseen)) for check in CHECKS]
     return Qualification(described, tuple(checks))

@@ -35,9 +35,11 @@ class WorkerActor(Program):
     """The Ray actor: starts a worker on its node, and passes messages to it. The worker ends with the actor."""
 
     def __init__(self) -> None:
-        folder = temporary_folder()
-        super().__init__(folder.path / "worker.log", **python("-m", "qdqtune.engines.remote"))
-        self.held.enter_context(folder)
+        with contextlib.ExitStack() as undo:
+            folder = temporary_folder()
+            undo.enter_context(folder)
+            super().__init__(folder.path / "worker.log", **python("-m", "qdqtune.engines.remote"))
+            self.held.push(undo.pop_all())
 
 
 class ActorProgram:

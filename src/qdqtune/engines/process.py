@@ -1,6 +1,6 @@
 """Processes that answer messages over two pipes: a length, a pickled object, and arrays as raw bytes.
 
-Each wait has a time limit, as a stopped process neither reads nor answers. The side that asks unpickles harmless
+Each message has a time limit, as a stopped process neither reads nor answers. The side that asks unpickles harmless
 classes only: an answer from another machine must not run code here.
 """
 
@@ -15,6 +15,7 @@ import select
 import signal
 import struct
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -45,9 +46,14 @@ CLASSES = frozenset({"qdqtune.types", "qdqtune.errors", "ml_dtypes"})
 """Modules whose classes are plain values, allowed in answers."""
 
 
+def ends_of(limit: float | None) -> float | None:
+    """The time (by `time.monotonic`) at which a wait of so many seconds ends; None without a limit."""
+    return None if limit is None else time.monotonic() + limit
+
+
 class Channel:
     """One end of two unbuffered pipes. With `asks`, it accepts plain values only, and needs limits: the most seconds
-    that it waits for the other end to read, or to send, the next bytes."""
+    that a message may take."""
 
     def __init__(self, reads: IO[bytes], writes: IO[bytes], *, asks: bool) -> None:
         self._reads, self._writes = reads, writes
@@ -72,9 +78,10 @@ class Channel:
         data = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
         parts = [memoryview(data), *(array.raw() for array in arrays)]
         sizes = [part.nbytes for part in parts]
-        self._write(memoryview(struct.pack(f">{1 + len(sizes)}Q", len(sizes), *sizes)), limit)
+        ends = ends_of(limit)
+        self._write(memoryview(struct.pack(f">{1 + len(sizes)}Q", len(sizes), *sizes)), ends)
         for part in parts:
-            self._write(part, limit)
+            self._write(part, ends)
 
     def recv(self, limit: float | None = None) -> Any:
         """Wait for an object.
@@ -83,16 +90,16 @@ class Channel:
             TimeoutError: not all of it came; the channel is unusable.
             EOFError, OSError: the other end is closed, or sent no valid message.
         """
-        text = b""
+        text, ends = b"", ends_of(limit)
         while not text.endswith(self._mark):
             if len(text) > LONGEST_WELCOME:
                 raise EOFError("no greeting")
-            text += self._read(1, limit)
+            text += self._read(1, ends)
         self._mark = b""
-        (count,) = struct.unpack(">Q", self._read(8, limit))
+        (count,) = struct.unpack(">Q", self._read(8, ends))
         try:
-            sizes = struct.unpack(f">{count}Q", self._read(8 * count, limit))
-            data, *arrays = [self._read(size, limit) for size in sizes]
+            sizes = struct.unpack(f">{count}Q", self._read(8 * count, ends))
+            data, *arrays = [self._read(size, ends) for size in sizes]
             return self._unpickler(io.BytesIO(data), buffers=arrays).load()
         except (OSError, QdqtuneError):  # the wait has ended, or is cancelled
             raise
@@ -103,16 +110,16 @@ class Channel:
         self._writes.close()
         self._reads.close()
 
-    def _write(self, left: memoryview, limit: float | None) -> None:
+    def _write(self, left: memoryview, ends: float | None) -> None:
         while left:
-            self._await(self._writes, select.POLLOUT, limit)
+            self._await(self._writes, select.POLLOUT, ends)
             left = left[self._writes.write(left) or 0 :]
 
-    def _read(self, size: int, limit: float | None) -> bytearray:
+    def _read(self, size: int, ends: float | None) -> bytearray:
         content = bytearray(size)
         left = memoryview(content)
         while left:
-            self._await(self._reads, select.POLLIN, limit)
+            self._await(self._reads, select.POLLIN, ends)
             count = os.readv(self._reads.fileno(), [left])
             if not count:
                 raise EOFError("the other end has closed")
@@ -120,11 +127,11 @@ class Channel:
         return content
 
     @staticmethod
-    def _await(pipe: IO[bytes], event: int, limit: float | None) -> None:
-        if limit is not None:
+    def _await(pipe: IO[bytes], event: int, ends: float | None) -> None:
+        if ends is not None:
             poll = select.poll()
             poll.register(pipe, event)
-            wait_for(lambda seconds: poll.poll(1e3 * seconds), limit)
+            wait_for(lambda seconds: poll.poll(1e3 * seconds), ends - time.monotonic())
 
 
 class _Values(pickle.Unpickler):
@@ -198,7 +205,7 @@ class Program:
     def ask(self, name: str, arguments: tuple[Any, ...], limit: float) -> Any:
         try:
             self.channel.send((name, arguments), limit)
-            good, result = self.channel.recv(limit)
+            good, result = self._answer(limit)
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
@@ -209,6 +216,12 @@ class Program:
         if good:
             return result
         raise result
+
+    def _answer(self, limit: float) -> tuple[bool, Any]:
+        answer = self.channel.recv(limit)
+        if not (isinstance(answer, tuple) and len(answer) == 2 and (answer[0] or isinstance(answer[1], Exception))):
+            raise EOFError("what came is no answer")
+        return answer
 
     def end(self, seconds: float = 0.0) -> None:
         with self.held:  # also where Ctrl-C comes meanwhile

@@ -145,14 +145,18 @@ class FarWorker:
         self._program = program
         with ExitStack() as undo:
             undo.callback(self.end)
-            words = program.ask("greeting", (), limit)
-            self.location = host or words["host"]
-            if words["version"] != __version__:
+            words, there = program.ask("greeting", (), limit), "another version of qdqtune"
+            try:
+                self.location, there = host or words["host"], f"qdqtune {words['version']}"
+                facts = msgspec.convert({**words["facts"], "where": self.location}, MachineFacts)
+            except (KeyError, TypeError, msgspec.ValidationError):
+                facts = None  # of a version that greets otherwise
+            if facts is None or words["version"] != __version__:
+                where = host or program.location or "the other machine"
                 raise EngineUnavailable(
-                    f"{self.location} has qdqtune {words['version']}, and here is {__version__}: install one version "
-                    "everywhere"
+                    f"{where} has {there}, and here is {__version__}: install one version everywhere"
                 )
-            self.facts = msgspec.convert({**words["facts"], "where": self.location}, MachineFacts)
+            self.facts = facts
             undo.pop_all()
 
     @property
@@ -193,6 +197,8 @@ class FarWorker:
             log.write_text(text, encoding="utf-8", errors="backslashreplace")
         if good:
             return result
+        if isinstance(result, BadOption | EngineUnavailable):
+            raise type(result)(f"on {self.location}: {result}") from result
         raise result
 
     def end(self, seconds: float = ENDING_SECONDS) -> None:

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -243,14 +243,20 @@ def serve(session: Session, folder: Path | None = None) -> None:
     os.dup2(2, 1)
     _end_with_input(reads.fileno(), folder)
     channel = Channel(reads, writes, asks=False)
-    with suppress(EOFError, OSError):  # the parent is gone
-        while True:
+    while True:
+        try:
             name, arguments = channel.recv()
-            if name == "rounds":  # garbage is collected before them, not while they are timed
-                gc.collect()
-                gc.disable()
-            channel.send(session.answer(name, *arguments))
-            gc.enable()
+        except (EOFError, OSError):  # the parent is gone
+            break
+        if name == "rounds":  # garbage is collected before them, not while they are timed
+            gc.collect()
+            gc.disable()
+        answer = session.answer(name, *arguments)
+        try:
+            channel.send(answer)
+        except OSError:
+            break
+        gc.enable()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     end_group(0)

@@ -220,8 +220,9 @@ def too_few_to_tell(accuracy: Accuracy, least: float) -> str | None:
     if share is None or share >= least or not agrees(accuracy, least):
         return None
     count = accuracy.choices if accuracy.independent is None else accuracy.independent
-    needed = Z2 * least * (1 - least) / (least - share) ** 2
-    could = ceil(accuracy.samples * max(1.0, needed / count))
+    could, each = accuracy.samples, count / accuracy.samples
+    while not are_too_many((1 - share) * each * could, each * could, least):
+        could = ceil(1.1 * could)
     return (
         f"{share:.1%} of the best classes are as in float, and {100 * least:.4g}% are asked for: "
         f"{accuracy.samples} samples cannot tell the two apart, so it passes; about {could:,} could"
