@@ -372,7 +372,7 @@ def _differing(ended: Ended, scenario: Scenario, expected: Whole, stage: Stage, 
     lines = left.get(state, b"").decode().splitlines()
     lost = expected.records.difference(map(_essence, lines))
     kinds = sorted({line.split('"')[3].partition(":")[0] for line in lost})
-    has_noise = any(kind.startswith("noise") for kind in kinds)
+    has_noise = any(kind.startswith("sensitivity") for kind in kinds)
     is_by_time = scenario.world.time_budget is not None or scenario.world.mode == "front" or has_noise
     if is_moved and is_by_time:
         return []  # time is used up; noise is measured for a while, and points of a front are compared for some seconds
